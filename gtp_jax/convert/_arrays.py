@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -38,6 +39,11 @@ class Arrays:
     note: Callable[[int], Any]
 
     @functools.cached_property
+    def _latest(self) -> list[Any]:
+        """The latest tensor of a file that contains several, and its name: they are read one after the other."""
+        return ["", None]
+
+    @functools.cached_property
     def rows(self) -> dict[str, list[list[Tensor]]]:
         """The tensors of each array, as a list per layer: one tensor per expert, or a single one."""
         found: dict[str, list[list[Tensor]]] = {}
@@ -55,13 +61,15 @@ class Arrays:
         return {path: self._streamed(path, shape, np.float32, self._values) for path, shape in shapes.items()}
 
     def codes(self) -> dict[str, QuantizedArray]:
-        """Returns the codes and scales of the kernels that are stored in a format of ours in every layer, with a
-        `StreamedArray` instead of each array."""
+        """Returns the codes and scales of the kernels that are stored in a format of ours in every layer, by
+        themselves, with a `StreamedArray` instead of each array."""
         found: dict[str, QuantizedArray] = {}
         form = None if self.stored_as is None else self.stored_as.format
         for path, shape in array_shapes(self.tensors).items():
             rows = self.rows[path]
-            quantized = all(len(self.parts[tensor.name]) > 1 for layer in rows for tensor in layer)
+            quantized = all(
+                len(self.parts[tensor.name]) > 1 and tensor.within is None for layer in rows for tensor in layer
+            )
             if form is None or not quantized or "kernel" not in path.split("/"):
                 continue
             matrix = rows[0][0].shape[0], rows[0][0].shape[1]
@@ -88,6 +96,18 @@ class Arrays:
         return [self.readers[part.name].read(part.name) for part in self.parts[tensor.name]]
 
     def _values(self, tensor: Tensor) -> np.ndarray:
+        if tensor.within is None:
+            values = self._whole(tensor)
+        else:
+            if self._latest[0] != tensor.name:
+                self._latest[:] = tensor.name, self._whole(tensor)
+            values = tensor.view(self._latest[1])
+        stored = sum(self.readers[part.name].entries[part.name].nbytes for part in self.parts[tensor.name])
+        self.note(stored * math.prod(tensor.shape) // math.prod(tensor.stored_shape))
+        return np.ascontiguousarray(values.T if tensor.transposed else values, np.float32)
+
+    def _whole(self, tensor: Tensor) -> np.ndarray:
+        """Returns the values of the tensor in a file that contains `tensor`."""
         read = self._read(tensor)
         form = self.stored_as if len(read) > 1 else None
         values = read[0] if form is None else form.values(read)
@@ -98,8 +118,7 @@ class Arrays:
                 f"{self._where(tensor, number or 0)}{product} holds NaN or Inf, so every result would be NaN. Download "
                 "it again, or use another checkpoint of the model."
             )
-        self.note(sum(part.nbytes for part in read))
-        return np.ascontiguousarray(values.T if tensor.transposed else values, np.float32)
+        return values
 
     def _codes(self, tensor: Tensor) -> np.ndarray:
         assert self.stored_as is not None

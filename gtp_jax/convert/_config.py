@@ -21,7 +21,7 @@ _MAX_EXPERTS = 100_000  # in all layers together
 _MAX_BYTES = 4 << 20
 
 _QUANTIZATION = "quantization_config"
-_ROTARY = {"rope_theta", "rope_local_base_freq", "rope_scaling"}
+_ROTARY = {"rope_theta", "rope_local_base_freq", "rope_scaling", "partial_rotary_factor"}
 _SCALINGS = ("rope_scaling", "rope_parameters")
 
 

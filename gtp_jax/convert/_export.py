@@ -22,6 +22,7 @@ from ..models import (
     array_shapes,
     evaluation_arrays,
     hugging_face_of,
+    in_files,
     saved_config,
 )
 from ..ops import multi_amax
@@ -100,8 +101,9 @@ def export_llama(
     of_tokens, others = (BYTES_CONFIG, {**origin.files, **bytes_files()}) if origin.of_bytes else ({}, origin.files)
     tensors = hugging_face_of(config, origin.config.get("model_type")).tensors(config)
     stored = _parameters(evaluation_arrays(checkpoints, manifest), config, tensors, where)
-    encoding.check(tensors)
-    entries = [entry for tensor in tensors for entry in encoding.entries(tensor)]
+    stores = in_files(tensors)
+    encoding.check(whole for whole, _ in stores)
+    entries = [entry for whole, _ in stores for entry in encoding.entries(whole)]
     parts = list(shard(entries, shard_bytes))
     files = [SINGLE_FILE] if len(parts) == 1 else [shard_file(i, len(parts)) for i in range(len(parts))]
     values = _Values(stored, tensors, _kept(checkpoints, manifest))
@@ -162,13 +164,13 @@ class _Values:
         self._amax = np.float32(0)
 
     def encoded(self, encoding: Encoding) -> Iterator[np.ndarray]:
-        """Yields the arrays of all tensors, encoded, in the order in which they are written."""
-        for tensor in self._tensors:
-            values, kept = self._read(tensor, digest=True), self._kept.get(tensor.path)
-            if kept is not None and encoding.keeps(tensor, kept.format):
-                yield from encoding.unchanged(*(self._row_of(array, tensor) for array in (kept.codes, kept.scales)))
+        """Yields the arrays of all tensors of files, encoded, in the order in which they are written."""
+        for whole, own in in_files(self._tensors):
+            values, kept = self._of_file(whole, own), self._kept.get(whole.path)
+            if kept is not None and own == [whole] and encoding.keeps(whole, kept.format):
+                yield from encoding.unchanged(*(self._row_of(array, whole) for array in (kept.codes, kept.scales)))
             else:
-                yield from encoding.arrays(tensor, values, self._fused_amax)
+                yield from encoding.arrays(whole, values, self._fused_amax)
 
     def check(self, checkpoints: Checkpoints, step: int) -> None:
         """Checks that what was read is what was saved.
@@ -187,6 +189,15 @@ class _Values:
         row = array.read(tensor.layer, tensor.layer + 1)
         self._digests.setdefault(array, Digest()).add(tensor.layer, row)
         return row[0]
+
+    def _of_file(self, whole: Tensor, own: list[Tensor]) -> np.ndarray:
+        """Returns the values of a tensor of a file, given the tensors that it contains."""
+        if own == [whole]:
+            return self._read(whole, digest=True)
+        values = np.empty(whole.shape, np.float32)
+        for tensor in own:
+            tensor.view(values)[...] = self._read(tensor, digest=True)
+        return values
 
     def _read(self, tensor: Tensor, *, digest: bool) -> np.ndarray:
         array = self._stored[tensor.path]

@@ -51,14 +51,20 @@ def export_peft(checkpoint: str | Path, out: str | Path, *, step: int | None = N
     Raises:
         FileNotFoundError: if there is no such step.
         ValueError: if the step is damaged, is not of a run with adapters, or has a model that Hugging Face's files
-            cannot describe; or if `out` is not empty.
+            cannot describe, or adapters of weights that they store together; or if `out` is not empty.
     """
     run = read_adapted(checkpoint, step)
-    adapters, model_type = run.adapters, run.origin.config.get("model_type")
+    adapters = run.adapters
     arrays: dict[str, np.ndarray] = {}
     targets: dict[str, None] = {}
-    for tensor in hugging_face_of(run.config, model_type).tensors(run.config):
+    layout = hugging_face_of(run.config, run.origin.config.get("model_type"))
+    for tensor in layout.tensors(run.config):
         adapter = run.beside.get(tensor.path)
+        if adapter is not None and tensor.within is not None:
+            raise ValueError(
+                f"{tensor.path} has adapters, but a model of type {layout.model_type!r} stores it within "
+                f"{tensor.name}, for all of which PEFT has one adapter. Merge them instead: `gtp-jax convert merge`."
+            )
         if adapter is not None:
             name = tensor.name.removesuffix(_WEIGHT)
             targets[name.rpartition(".")[2]] = None

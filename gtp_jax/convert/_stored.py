@@ -93,7 +93,7 @@ class StoredAs:
 
     def wanted(self, tensor: Tensor) -> list[Wanted]:
         """Returns the tensors in which a weight is stored: codes, block scales, and the weight's scale."""
-        rows, columns = tensor.shape
+        rows, columns = tensor.stored_shape
         packed = (rows, columns // 2) if self.code_dtype == "U8" else (rows, columns)
         listed = [
             Wanted(self._at(tensor, self.codes), (self.code_dtype,), (packed,)),
@@ -164,7 +164,7 @@ def _numbers(scales: np.ndarray) -> np.ndarray:
 
 def tensors_of(tensor: Tensor, readers: Mapping[str, Reader], stored_as: StoredAs | None) -> list[Wanted]:
     """Returns the tensors in which a weight is stored: the weight itself, or its parts if it is quantized."""
-    plain = Wanted(tensor.name, PLAIN_DTYPES, (tensor.shape,))
+    plain = Wanted(tensor.name, PLAIN_DTYPES, (tensor.stored_shape,))
     if stored_as is None or not tensor.linear:
         return [plain]
     there = readers.get(tensor.name)

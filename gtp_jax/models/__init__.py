@@ -23,6 +23,7 @@ from ._family import HuggingFace as HuggingFace
 from ._family import ModelConfig as ModelConfig
 from ._hf_tensor import Tensor as Tensor
 from ._hf_tensor import array_shapes as array_shapes
+from ._hf_tensor import in_files as in_files
 from ._load import config_of as config_of
 from ._load import load as load
 from ._load import opened as opened

@@ -83,6 +83,18 @@ GEMMA3 = {
     "rope_scaling": {"rope_type": "linear", "factor": 4.0},
     "tie_word_embeddings": True,
 }
+# Queries, keys and values in one tensor, gate and up in another; three quarters of a head are rotated.
+PHI3 = {
+    **CONFIG,
+    "architectures": ["Phi3ForCausalLM"],
+    "model_type": "phi3",
+    "head_dim": 16,
+    "rope_theta": 100.0,
+    "partial_rotary_factor": 0.75,
+    "sliding_window": 7,
+    "pad_token_id": 0,
+    "eos_token_id": None,
+}
 # A window that is shorter than the sequences of tests.
 MISTRAL = {**CONFIG, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 7}
 # Names of an expert's gate, up and down, below a layer.
@@ -122,6 +134,13 @@ def shapes(config: dict) -> dict[str, tuple[int, ...]]:
             found |= {f"model.layers.{i}.self_attn.{x}_norm.weight": (config["head_dim"],) for x in "qk"}
         if config["model_type"].startswith("gemma3"):
             found |= {f"model.layers.{i}.{x}_feedforward_layernorm.weight": (dim,) for x in ("pre", "post")}
+        if config["model_type"] == "phi3":
+            for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
+                del found[f"model.layers.{i}.{name}.weight"]
+            found |= {
+                f"model.layers.{i}.self_attn.qkv_proj.weight": (query + 2 * key, dim),
+                f"model.layers.{i}.mlp.gate_up_proj.weight": (2 * ffn, dim),
+            }
         if count := experts_of(config):
             found = {name: shape for name, shape in found.items() if f"model.layers.{i}.mlp." not in name}
             block, names = _NAMES[config["model_type"]]

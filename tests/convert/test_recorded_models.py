@@ -15,6 +15,7 @@ import gtp_jax as gtp
 from gtp_jax.convert import export_llama, import_llama
 from gtp_jax.convert._config import read_config
 from gtp_jax.models import LlamaConfig, hugging_face_of, load, next_token_loss
+from gtp_jax.models.llama._hf_config import rotary_part
 
 from .hugging_face import assert_same, random_tensors, read_model, write_model
 from .recorded import COUNT, EVERY, MODELS, PROMPT, file_of, tokens_of
@@ -125,3 +126,29 @@ def test_what_gemma_3_leaves_out_is_that_of_transformers(tmp_path):
     for config in (found, of_5, without, whole):
         layout = hugging_face_of(config)
         assert config_of(tmp_path, {"model_type": layout.model_type, **layout.to_json(config)}) == config
+
+
+def test_a_scaling_that_transformers_has_not_for_phi_3_or_ours_has_not_is_refused(tmp_path):
+    for kind in ("longrope", "yarn", "su"):
+        with pytest.raises(ValueError, match=naming(f"rope_scaling '{kind}' none 'phi3'")):
+            config_of(tmp_path, MODELS["phi3"], rope_scaling={"type": kind, "factor": 4.0})
+
+
+def test_the_rotated_part_of_a_head_comes_back(tmp_path):
+    found = config_of(tmp_path, MODELS["phi3"])
+    assert (found.rotary_dim, found.window) == (12, 7)
+    assert config_of(tmp_path, MODELS["phi3"], partial_rotary_factor=..., sliding_window=...).rotary_dim is None
+    of_5 = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.75}
+    assert config_of(tmp_path, MODELS["phi3"], partial_rotary_factor=..., rope_parameters=of_5) == found
+    assert all(int(head * rotary_part(dims, head)) == dims for head in range(2, 257) for dims in range(2, head + 1, 2))
+
+
+def test_tensors_that_are_stored_together_are_quantized_together_and_come_back(tmp_path):
+    config = MODELS["phi3"]
+    import_llama(write_model(tmp_path / "hf", random_tensors(config), config), tmp_path / "imported")
+    export_llama(tmp_path / "imported", tmp_path / "out", dtype="nvfp4")
+    written = read_model(tmp_path / "out")
+    assert written["model.layers.0.self_attn.qkv_proj.weight_scale"].shape == (128, 4)
+    import_llama(tmp_path / "out", tmp_path / "again")
+    export_llama(tmp_path / "again", tmp_path / "once more", dtype="nvfp4")
+    assert_same(read_model(tmp_path / "once more"), written)

@@ -59,6 +59,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             ),
         ),
     ),
+    "Phi-3": ("Phi3", dict(partial_rotary_factor=0.75, sliding_window=9, pad_token_id=None)),
     "Mistral without a window": ("Mistral", dict(sliding_window=None)),
 }
 

@@ -33,6 +33,7 @@ _PARTS = (
     "full_every",
     "window_rope_theta",
     "query_pre_attn_scalar",
+    "rotary_dim",
     "norm",
     "branch_norms",
     "activation",
@@ -64,6 +65,7 @@ class LlamaConfig:
             layers.
         window_rope_theta: the base of the rotary wavelengths of layers with a window, whose frequencies are then not
             scaled, like in Gemma 3; `None` if they are rotated like the others.
+        rotary_dim: the number of leading dimensions of each head that are rotated; all by default.
         query_pre_attn_scalar: the number by whose square root scores are divided; `head_dim` by default.
         norm: the kind of all norms, `"rms"` or, like in Gemma, `"zero_centered_rms"`; see `LayerNormDense`.
         branch_norms: whether the outputs of attention and MLP are normalized before they are added, like in Gemma.
@@ -119,6 +121,7 @@ class LlamaConfig:
     window: int | None = None
     full_every: int | None = None
     window_rope_theta: float | None = None
+    rotary_dim: int | None = None
     query_pre_attn_scalar: int | None = None
     norm: Literal["rms", "zero_centered_rms"] = "rms"
     branch_norms: bool = False
@@ -171,7 +174,6 @@ class LlamaConfig:
             if not _is_number(value) or not 0 <= value <= MOST or (value == 0 and field != "epsilon"):
                 raise ValueError(f"`{field}` is {brief(value)}; it must be a number {allowed}, at most {MOST:.7g}.")
             object.__setattr__(self, field, float(value))  # JAX does not accept an int of more than 32 bits
-        check_rotary(self.head_dim, None, self.rope_theta, self.rope_scaling)
         if self.window is not None and not _is_size(self.window, least=1):
             raise ValueError(
                 f"`window` is {brief(self.window)}; it must be a number of tokens, at least 1 and below 2**31, or None "
@@ -194,15 +196,17 @@ class LlamaConfig:
         self.schedule  # noqa: B018  validates its three fields
 
     def _check_layers(self) -> None:
-        for field, what in (("full_every", "layers"), ("query_pre_attn_scalar", "features")):
+        for field in ("full_every", "query_pre_attn_scalar", "rotary_dim"):
             value = getattr(self, field)
             if value is not None and not _is_size(value, least=1):
                 raise ValueError(
-                    f"`{field}` is {brief(value)}; it must be a number of {what}, at least 1 and below 2**31, or None."
+                    f"`{field}` is {brief(value)}; it must be a whole number of at least 1, below 2**31, or None."
                 )
         for field in ("full_every", "window_rope_theta"):
             if self.window is None and getattr(self, field) is not None:
                 raise ValueError(f"`{field}` is {getattr(self, field)}, but there is no `window`. Set it too.")
+
+        check_rotary(self.head_dim, self.rotary_dim, self.rope_theta, self.rope_scaling)
 
     def _check_experts(self) -> None:
         if not _is_size(self.shared_hidden):

@@ -19,6 +19,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "epsilon": _NUMBER,
     "rope_theta": _NUMBER,
     "window_rope_theta": _NUMBER,
+    "rotary_dim": _NUMBER,
     "tie_embeddings": (bool,),
     "normalize": (bool,),
 }
@@ -43,6 +44,8 @@ def _value(config: LlamaConfig, ours: str) -> Any:
         return config.query_pre_attn_scalar or config.head_dim
     if ours == "window_rope_theta":
         return config.window_rope_theta or config.rope_theta
+    if ours == "rotary_dim":
+        return rotary_part(config.rotary_dim or config.head_dim, config.head_dim)
     return getattr(config, ours)
 
 
@@ -62,7 +65,8 @@ def from_json(kind: Kind, content: dict[str, Any], file: str) -> LlamaConfig:
             raise ValueError(f"{file} has {name} {content[name]!r}; {value!r} is expected: gtp_jax's Llama {what}.")
     if any(ours == "window_rope_theta" for _, ours in kind.fields):
         content = rotary_apart(content, file)
-    fields = {**kind.defaults, **content, **_rotary(file, content)}
+    partial = any(ours == "rotary_dim" for _, ours in kind.fields)
+    fields = {**kind.defaults, **content, **_rotary(file, content, partial)}
     fields |= {name: content[other] for name, other in kind.also.items() if name not in content and other in content}
     if fields.get("num_key_value_heads") is None:
         fields["num_key_value_heads"] = fields.get("num_attention_heads")
@@ -84,13 +88,16 @@ def from_json(kind: Kind, content: dict[str, Any], file: str) -> LlamaConfig:
     count = next((theirs for theirs, ours in kind.fields if ours == "num_experts"), None)
     if count is not None and fields[count] < 1:
         raise ValueError(f"{file} has {count} {fields[count]!r}; a model of type {kind.model_type!r} has at least 1.")
-    scaling, (window, full_every) = _scaling(file, content), window_from(kind, fields, file)
+    scaling, (window, full_every) = _scaling(kind, file, content), window_from(kind, fields, file)
     try:
         sizes: dict[str, Any] = {ours: fields[theirs] for theirs, ours in kind.fields}
         routing = {"routing": Routing(normalize=sizes.pop("normalize"))} if "normalize" in sizes else {}
         sizes |= {**routing, **kind.parts, "window": window, "full_every": full_every}
         if sizes.get("query_pre_attn_scalar") == sizes["head_dim"]:
             sizes["query_pre_attn_scalar"] = None
+        if partial:
+            dims = int(sizes["head_dim"] * sizes["rotary_dim"])
+            sizes["rotary_dim"] = None if dims == sizes["head_dim"] else dims
         if window is None:
             sizes.pop("window_rope_theta", None)
         return LlamaConfig(**sizes, rope_scaling=None if scaling is None else RopeScaling(**scaling))
@@ -98,12 +105,19 @@ def from_json(kind: Kind, content: dict[str, Any], file: str) -> LlamaConfig:
         raise ValueError(f"{file}: {error}") from error
 
 
-def _rotary(file: str, content: dict[str, Any]) -> dict[str, Any]:
-    """Returns the base of the rotary wavelengths, from all places where transformers writes it.
+def rotary_part(dims: int, head_dim: int) -> float:
+    """Returns the part of a head of which readers rotate `dims` dimensions: they round the product down."""
+    part = dims / head_dim
+    return part if int(head_dim * part) == dims else math.nextafter(part, math.inf)
+
+
+def _rotary(file: str, content: dict[str, Any], partial: bool) -> dict[str, Any]:
+    """Returns the base of the rotary wavelengths and, if `partial`, the part of a head that is rotated, from all places
+    where transformers writes them.
 
     Raises:
-        ValueError: if only part of a head is rotated, layers differ, the places have different bases or different parts
-            of a head, or a place is not an object.
+        ValueError: if only part of a head is rotated although not `partial`, layers differ, the places have different
+            bases or different parts of a head, or a place is not an object.
     """
     given, parts = {"rope_theta": content.get("rope_theta")}, {_PART: content.get(_PART)}
     for name in _PLACES:
@@ -115,10 +129,11 @@ def _rotary(file: str, content: dict[str, Any]) -> dict[str, Any]:
         given[f"{name}.rope_theta"] = fields.get("rope_theta")
         parts[f"{name}.{_PART}"] = fields.get(_PART)
     part = _agreed(file, parts)
-    if part not in (None, 1):
+    if part not in (None, 1) and not partial:
         raise ValueError(f"{file} has {_PART} {part!r}; 1 or none is expected: our Llama rotates whole heads.")
     theta = _agreed(file, given)
-    return {} if theta is None else {"rope_theta": theta}
+    found = {"rope_theta": theta, _PART: part if partial else None}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _agreed(file: str, given: dict[str, Any]) -> Any:
@@ -164,7 +179,7 @@ _SCALINGS = {
 }
 
 
-def _scaling(file: str, content: dict[str, Any]) -> dict[str, Any] | None:
+def _scaling(model: Kind, file: str, content: dict[str, Any]) -> dict[str, Any] | None:
     """Returns the fields of the scaling of the rotary frequencies, from both places where transformers writes it.
 
     Raises:
@@ -186,10 +201,11 @@ def _scaling(file: str, content: dict[str, Any]) -> dict[str, Any] | None:
                     "fields."
                 )
             continue
-        if not isinstance(kind, str) or kind not in _SCALINGS:
+        if not isinstance(kind, str) or kind not in model.scalings:
+            allowed = f"one of {', '.join(model.scalings)} or none" if model.scalings else "none"
             raise ValueError(
-                f"{file} has {name} of the type {kind!r}; one of {', '.join(_SCALINGS)} or none is expected: gtp_jax "
-                "supports no other scaling of the rotary embedding, so the results would be wrong."
+                f"{file} has {name} of the type {kind!r}; {allowed} is expected: gtp_jax supports no other scaling of "
+                f"the rotary embedding of a model of type {model.model_type!r}, so the results would be wrong."
             )
         if _LENGTH in dict(_SCALINGS[kind]):
             length = _agreed(file, {_LENGTH: content.get(_LENGTH), f"{name}.{_LENGTH}": fields.get(_LENGTH)})

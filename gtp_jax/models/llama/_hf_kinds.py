@@ -1,7 +1,7 @@
 """The kinds of Hugging Face models that our Llama computes: the fields of config.json, and values that some must have.
 
 Names and defaults are those of `LlamaConfig`, `MistralConfig`, `MixtralConfig`, `Qwen2Config`, `Qwen3Config`,
-`Qwen3MoeConfig` and `Gemma3TextConfig` in transformers.
+`Qwen3MoeConfig`, `Gemma3TextConfig` and `Phi3Config` in transformers.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ OF_KIND = (
     "activation",
     "scale_embedding",
     "query_pre_attn_scalar",
+    "rotary_dim",
     "window_rope_theta",
 )
 
@@ -80,6 +81,7 @@ class Kind:
         windows: the fields that determine what a token attends to; empty if the kind has no window.
         full_every: for a kind in which only some layers have a window, the default of `LlamaConfig.full_every`; `None`
             for a kind with a window in all layers or in none.
+        scalings: the kinds of `RopeScaling` that transformers computes for it.
     """
 
     model_type: str
@@ -92,6 +94,7 @@ class Kind:
     parts: dict[str, Any] = dataclasses.field(default_factory=dict)
     windows: tuple[str, ...] = ()
     full_every: int | None = None
+    scalings: tuple[str, ...] = ("linear", "llama3", "yarn")
 
     def fits(self, config: LlamaConfig) -> bool:
         """Returns whether a model is of this kind."""
@@ -100,6 +103,8 @@ class Kind:
         if any(getattr(config, name) != value for name, value in wanted.items()):
             return False
         if (config.num_experts > 0) != self.experts:
+            return False
+        if config.rope_scaling is not None and config.rope_scaling.kind not in self.scalings:
             return False
         if (config.window is not None and not self.windows) or (config.full_every and not self.full_every):
             return False
@@ -171,6 +176,15 @@ KINDS: tuple[Kind, ...] = (
         experts=True,
         parts={"qk_norm": True},
         windows=_SWITCHED_WINDOW,
+    ),
+    Kind(
+        "phi3",
+        "Phi3ForCausalLM",
+        (*_FIELDS, *_DENSE, ("partial_rotary_factor", "rotary_dim")),
+        _NO_BIAS,
+        {**_DEFAULTS, "rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0},
+        windows=_WINDOW,
+        scalings=(),
     ),
     Kind(
         "gemma3_text",

@@ -5,7 +5,10 @@ Both use the half-split rotary embedding, so no rows are permuted.
 
 from __future__ import annotations
 
-from .._hf_tensor import Tensor
+import dataclasses
+import itertools
+
+from .._hf_tensor import Tensor, Within, in_files
 from ._config import LlamaConfig
 
 Row = tuple[str, str, tuple[str, ...]]
@@ -55,6 +58,13 @@ _EXPERTS = {
         ("mlp.experts.{}.down_proj.weight", "mlp/down/kernel", ("hidden_size", "intermediate_size")),
     ),
 }
+# Names that differ from those above. Tensors that get the same name are stored as one, one after the other.
+_RENAMED = {
+    "phi3": {
+        **dict.fromkeys((f"self_attn.{one}_proj.weight" for one in "qkv"), "self_attn.qkv_proj.weight"),
+        **dict.fromkeys(("mlp.gate_proj.weight", "mlp.up_proj.weight"), "mlp.gate_up_proj.weight"),
+    }
+}
 _AFTER = (("model.norm.weight", "head/scale", ("hidden_size",)),)
 # A tied head has no kernel of its own.
 _HEAD = (("lm_head.weight", "head/kernel", ("vocab_size", "hidden_size")),)
@@ -79,6 +89,7 @@ def tensors(model_type: str, config: LlamaConfig) -> list[Tensor]:
 
     def tensor(row: Row, layer: int | None = None, expert: int | None = None) -> Tensor:
         theirs, ours, dims = row
+        theirs = _RENAMED.get(model_type, {}).get(theirs, theirs)
         if layer is not None:
             theirs, ours = f"model.layers.{layer}.{theirs.format(expert)}", f"blocks/layers/{ours}"
         linear = "kernel" in ours.split("/") or ours.endswith("/router")
@@ -98,7 +109,19 @@ def tensors(model_type: str, config: LlamaConfig) -> list[Tensor]:
     first = [tensor(row) for row in _BEFORE]
     layers = [tensor(row, layer, expert) for layer in range(config.num_layers) for row, expert in rows]
     last = [tensor(row) for row in (*_AFTER, *(() if config.tie_embeddings else _HEAD))]
-    return [*first, *layers, *last]
+    return [*first, *_stored_together(layers), *last]
+
+
+def _stored_together(tensors: list[Tensor]) -> list[Tensor]:
+    """Returns the tensors. Consecutive ones with the same name become parts of one, in which they follow each other."""
+    found = []
+    for whole, own in in_files(tensors):
+        ends = list(itertools.accumulate(tensor.shape[0] for tensor in own))
+        shape = (ends[-1], *whole.shape[1:])
+        for tensor, end in zip(own, ends, strict=True):
+            rows = slice(end - tensor.shape[0], end)
+            found.append(tensor if len(own) == 1 else dataclasses.replace(tensor, within=Within(shape, (rows,))))
+    return found
 
 
 def copies(config: LlamaConfig) -> dict[str, str]:

@@ -3,7 +3,7 @@
 
 With experts instead of the MLP, it is Mixtral (arXiv 2401.04088); with an attention window, Mistral (2310.06825); with
 biases of queries, keys and values, Qwen2 (2407.10671); with windows in five of six layers, norms after the branches and
-a scaled embedding, Gemma 3 (2503.19786).
+a scaled embedding, Gemma 3 (2503.19786). Phi-3 (2404.14219) is a Llama of which parts of heads may not be rotated.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ class LlamaBlock(Layer):
             rope_scaling=reach.rope_scaling,
             qk_norm=config.qk_norm,
             qkv_bias=config.qkv_bias,
+            rotary_dim=config.rotary_dim,
             window=reach.window,
             scale=None if config.query_pre_attn_scalar is None else config.query_pre_attn_scalar**-0.5,
             norm=config.norm,

@@ -17,7 +17,7 @@ _GROUP = "sizes"
 _SCALING = "rope_scaling_"
 _NO_SCALING = "none"
 # Fields whose `None` is a 0 on command lines.
-_NONE_AS_0 = ("window", "full_every", "window_rope_theta", "query_pre_attn_scalar")
+_NONE_AS_0 = ("window", "full_every", "window_rope_theta", "rotary_dim", "query_pre_attn_scalar")
 # Fields that an architecture leaves out if they have their default.
 _LEFT_OUT = ("num_experts", "qk_norm", "qkv_bias", "norm", "branch_norms", "activation", "scale_embedding", *_NONE_AS_0)
 
@@ -63,6 +63,9 @@ class ModelSizes:
         "base of the rotary wavelengths of layers with a window, which are then not scaled; 0 for the others'",
         kind=float,
         metavar="BASE",
+    )
+    rotary_dim: int | None = knob(
+        None, _GROUP, "leading dimensions of a head that are rotated, like Phi-3; 0 for all", least=0, metavar="N"
     )
     query_pre_attn_scalar: int | None = knob(
         None, _GROUP, "divide scores by the square root of this number; 0 for the width of a head", least=0, metavar="N"
