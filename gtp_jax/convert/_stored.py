@@ -153,6 +153,27 @@ class StoredAs:
         return f"{tensor.name.removesuffix('weight')}{part}"
 
 
+class StackedMXFP4(StoredAs):
+    """The layout of gpt-oss: MXFP4 of all experts of a layer, whose weights are `(experts, in, out)`, as codes
+    `(experts, out, in / 32, 16)` and scales `(experts, out, in / 32)`."""
+
+    def wanted(self, tensor: Tensor) -> list[Wanted]:
+        if len(tensor.stored_shape) != 3:
+            return super().wanted(tensor)
+        experts, inputs, outputs = tensor.stored_shape
+        blocks = experts, outputs, inputs // self.block[1]
+        return [
+            Wanted(self._at(tensor, self.codes), (self.code_dtype,), ((*blocks, self.block[1] // 2),)),
+            Wanted(self._at(tensor, self.scales), self.scale_dtypes, (blocks,)),
+        ]
+
+    def values(self, parts: list[np.ndarray]) -> np.ndarray:
+        codes, scales = parts
+        values = _E2M1[np.stack([codes & 15, codes >> 4], axis=-1)].reshape(*codes.shape[:-1], -1)
+        values *= _numbers(scales)[..., None]
+        return np.swapaxes(values.reshape(*codes.shape[:2], -1), 1, 2)
+
+
 def _numbers(scales: np.ndarray) -> np.ndarray:
     """Returns scales in float32; biased exponents become 2^(scale - 127), and 255 becomes NaN."""
     if scales.dtype.itemsize == 1 and scales.dtype != DTYPES["F8_E4M3"][0]:
@@ -198,11 +219,12 @@ _MODELOPT = {
     "NVFP4": _MODELOPT_NVFP4,
     "W4A16_NVFP4": _MODELOPT_NVFP4,
 }
+_GPT_OSS = StackedMXFP4("MXFP4 of gpt-oss", "_blocks", "U8", "_scales", _MX_SCALES, (1, 32))
 _BLOCKS = {"tensor": (ALL, ALL), "channel": (1, ALL)}
 # The layouts that can be read, for messages.
 READ = (
     "FP8 with `weight_scale_inv` (quant_method 'fp8'); FP8 per tensor, channel or block, NVFP4 and MXFP4 of "
-    "compressed-tensors; FP8, MXFP8 and NVFP4 of ModelOpt"
+    "compressed-tensors; FP8, MXFP8 and NVFP4 of ModelOpt; MXFP4 of gpt-oss (quant_method 'mxfp4')"
 )
 
 
@@ -226,6 +248,8 @@ def stored_as(quantization: Any, file: str) -> StoredAs | None:
     method = quantization.get("quant_method")
     if method == "fp8":
         return _fine_grained(quantization, file)
+    if method == "mxfp4":
+        return _GPT_OSS
     if method == "modelopt":
         algorithm = quantization.get("quant_algo")
         if isinstance(algorithm, str) and algorithm in _MODELOPT:

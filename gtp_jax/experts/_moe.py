@@ -77,6 +77,9 @@ class MoE(Layer):
             divided by the number of tokens. A train step refuses a mismatch, and a sum that is divided by a number of
             examples; a custom step cannot detect either.
         activation: the elementwise function applied to the gate, in at least float32.
+        biases: whether the router and both layers of every expert have biases, as in gpt-oss.
+        limit: if given, gates are at most this, and what they multiply is between `-limit` and `limit`, plus 1, as in
+            gpt-oss.
         epsilon: the epsilon of the norm.
         sequence_parallel: whether input and output are sharded along the sequence over tp.
         axes: the mesh axes over which kernels are gathered, as in `GroupedDense`.
@@ -97,7 +100,8 @@ class MoE(Layer):
     ranks of their experts and back; `parallel` and `axes` then define how each rank's own experts are further sharded.
 
     Raises:
-        ValueError: if `top_k` is not between 1 and `num_experts`, or ep does not divide `num_experts`.
+        ValueError: if `top_k` is not between 1 and `num_experts`; if ep does not divide `num_experts`; or if there are
+            ep and `biases` or a `limit`, which travelling tokens do not get.
     """
 
     fewest_dims = 2
@@ -114,6 +118,8 @@ class MoE(Layer):
         aux_loss_coeff: float = 0.01,
         loss_reduction: LossReduction = "sum",
         activation: Callable[[jax.Array], jax.Array] = jax.nn.silu,
+        biases: bool = False,
+        limit: float | None = None,
         epsilon: float = 1e-6,
         sequence_parallel: bool = True,
         axes: tuple[str, ...] | None = None,
@@ -138,6 +144,12 @@ class MoE(Layer):
         if not 0 < round_size <= MOST:
             raise ValueError(f"`round_size` is {brief(round_size)}; it must be a finite number above 0, such as 1.25.")
         check_chunks(exchange_chunks)
+        if (biases or limit is not None) and degree(self.roles.experts) > 1:
+            raise ValueError(
+                f"`biases` is {biases} and `limit` is {limit}, but {self.roles.experts} = {degree(self.roles.experts)} "
+                "divides the experts among ranks, whose tokens get neither. Choose a degree of 1: kernels are then "
+                "gathered over gtp, and tp may divide them."
+            )
         first, second = _PARALLEL[parallel]
         of_ranks: dict[str, Any] = {"axes": axes, "experts_axis": self.roles.experts}
         shared: dict[str, Any] = {**of_ranks, "param_dtype": param_dtype, "summed": False, "rngs": rngs, **options}
@@ -147,6 +159,16 @@ class MoE(Layer):
         self.router_bias: Any = nnx.data(None) if rate is None else make_router_bias(num_experts, rate)
         self.up = GroupedDense(num_experts, features, {"gate": hidden, "up": hidden}, parallel=first, **shared)
         self.down = GroupedDense(num_experts, hidden, features, parallel=second, **shared)
+        self.router_shift: Any = nnx.data(None)
+        self.up_bias: Any = nnx.data(None)
+        self.down_bias: Any = nnx.data(None)
+        if biases:
+            zeros = initializers.zeros
+            self.router_shift = make_vector(num_experts, zeros, rngs.params(), param_dtype)
+            self.up_bias = nnx.Dict(
+                {name: make_whole((num_experts, hidden), zeros, rngs.params(), param_dtype) for name in self.up.names}
+            )
+            self.down_bias = make_whole((num_experts, features), zeros, rngs.params(), param_dtype)
         of_shared: dict[str, Any] = {name: x for name, x in options.items() if name in ("dtype", "grad_reduce")}
         self.shared: Any = nnx.data(None)
         if shared_hidden:
@@ -170,6 +192,7 @@ class MoE(Layer):
         self.round_size = round_size
         self.exchange_chunks = exchange_chunks
         self.activation = activation
+        self.limit = limit
         self.epsilon = epsilon
         self.sequence_parallel = sequence_parallel
 
@@ -195,6 +218,8 @@ class MoE(Layer):
         chosen, combine_weights = self._route(tokens, key, self._axes_of_sequence(x.ndim))
         experts = self._on_their_ranks if degree(self.roles.experts) > 1 else self._gathered
         y = jnp.reshape(experts(tokens.astype(self.up.dtype), chosen, combine_weights), x.shape)
+        if self.down_bias is not None:
+            y = y + jnp.reshape(self._sum_of_biases(chosen, combine_weights), x.shape).astype(y.dtype)
         if self.parallel is None:
             return y
         return reduce_scatter_sequence(y, self.roles.tensor, sequence_parallel=sharded)
@@ -228,9 +253,37 @@ class MoE(Layer):
         window = Window(order, places, jnp.int32(order.size))
         sizes = jnp.bincount(expert_of, length=self.num_experts).astype(jnp.int32)
         hidden = self.up.with_weight(self.up.product_of, rows, sizes, None, window)
-        weighted = weighted_glu(hidden["gate"], hidden["up"], shares_of_places(shares, window), self.activation)
+        if self.up_bias is not None:
+            hidden = self._with_biases(hidden, expert_of[order])
+        gate, up = hidden["gate"], hidden["up"]
+        if self.limit is not None:
+            gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit) + 1
+        weighted = weighted_glu(gate, up, shares_of_places(shares, window), self.activation)
         y = self.down.with_weight(self.down.product_of, save_activation(weighted), sizes, None, None, window)
         return jnp.reshape(y, x.shape)
+
+    def _with_biases(self, hidden: dict[str, jax.Array], expert_of: jax.Array) -> dict[str, jax.Array]:
+        """Adds to each row the biases of its expert, given the experts `(rows,)`.
+
+        A product with ones and zeros selects them, because its gradient is a product too, and no scatter.
+        """
+        found = {}
+        for (name, y), layout in zip(hidden.items(), self.up.layouts, strict=True):
+            bias = self.up_bias[name].get_value().astype(y.dtype)
+            if self.parallel == "features" and layout.split is not None:
+                bias = layout.split.take(bias, -1)
+            ones = jax.nn.one_hot(expert_of, self.num_experts, dtype=y.dtype)
+            found[name] = y + jnp.matmul(ones, bias, precision=lax.Precision.HIGHEST)
+        return found
+
+    def _sum_of_biases(self, chosen: jax.Array, combine_weights: jax.Array) -> jax.Array:
+        """Returns the weighted sums of the biases of each token's experts, in at least float32. Of tp ranks whose
+        outputs are summed, only the first returns them, and the others zeros."""
+        wide, tensor = combine_weights.dtype, self.roles.tensor
+        shares = jnp.sum(jax.nn.one_hot(chosen, self.num_experts, dtype=wide) * combine_weights[..., None], axis=-2)
+        if self.parallel is not None and tensor is not None and degree(tensor) > 1:
+            shares = shares * (lax.axis_index(tensor) == 0)
+        return jnp.matmul(shares, self.down_bias.get_value().astype(wide), precision=lax.Precision.HIGHEST)
 
     def _route(self, x: jax.Array, key: jax.Array | None, along: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
         """Returns each token's experts and their shares, in at least float32.
@@ -246,6 +299,8 @@ class MoE(Layer):
             inputs = inputs * self._jitter(key, x.shape, wide, along)
         # on GPUs, float32 matmuls use TF32 by default, which has only 10 bits of mantissa
         logits = jnp.matmul(inputs, self.router.get_value().astype(wide), precision=lax.Precision.HIGHEST)
+        if self.router_shift is not None:
+            logits = logits + self.router_shift.get_value().astype(wide)
         scores = self.routing.scores(logits)
         bias = None if self.router_bias is None else self.router_bias.get_value()
         chosen = self.routing.choose(scores, bias, self.top_k)

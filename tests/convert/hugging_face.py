@@ -95,6 +95,24 @@ PHI3 = {
     "pad_token_id": 0,
     "eos_token_id": None,
 }
+# Sinks, biases everywhere, and all experts of a layer in two tensors; a window in every other layer.
+GPT_OSS = {
+    **CONFIG,
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "attention_bias": True,
+    "sliding_window": 5,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "rope_theta": 100.0,
+    "rope_scaling": {
+        **{"rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+        "original_max_position_embeddings": 64,
+    },
+    "swiglu_limit": 1.5,  # which clips what random weights give
+    "eos_token_id": None,
+}
 # A window that is shorter than the sequences of tests.
 MISTRAL = {**CONFIG, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 7}
 # Names of an expert's gate, up and down, below a layer.
@@ -141,7 +159,21 @@ def shapes(config: dict) -> dict[str, tuple[int, ...]]:
                 f"model.layers.{i}.self_attn.qkv_proj.weight": (query + 2 * key, dim),
                 f"model.layers.{i}.mlp.gate_up_proj.weight": (2 * ffn, dim),
             }
-        if count := experts_of(config):
+        if config["model_type"] == "gpt_oss":
+            experts, at = experts_of(config), f"model.layers.{i}"
+            found = {name: shape for name, shape in found.items() if f"{at}.mlp." not in name}
+            sizes = {"q": query, "k": key, "v": key, "o": dim}
+            found |= {f"{at}.self_attn.{x}_proj.bias": (size,) for x, size in sizes.items()}
+            found |= {
+                f"{at}.self_attn.sinks": (config["num_attention_heads"],),
+                f"{at}.mlp.router.weight": (experts, dim),
+                f"{at}.mlp.router.bias": (experts,),
+                f"{at}.mlp.experts.gate_up_proj": (experts, dim, 2 * ffn),
+                f"{at}.mlp.experts.gate_up_proj_bias": (experts, 2 * ffn),
+                f"{at}.mlp.experts.down_proj": (experts, ffn, dim),
+                f"{at}.mlp.experts.down_proj_bias": (experts, dim),
+            }
+        elif count := experts_of(config):
             found = {name: shape for name, shape in found.items() if f"model.layers.{i}.mlp." not in name}
             block, names = _NAMES[config["model_type"]]
             width = config.get("moe_intermediate_size", ffn)
@@ -161,7 +193,8 @@ def random_tensors(config: dict, dtype=np.float32, seed: int = 0) -> dict[str, n
         host = rng.standard_normal(shape)
         if "norm" in name:
             return (1 + 0.1 * host).astype(dtype)
-        return (host if "embed" in name or "bias" in name else host / np.sqrt(shape[1])).astype(dtype)
+        free = "embed" in name or "bias" in name or "sinks" in name
+        return (host if free else host / np.sqrt(shape[1])).astype(dtype)
 
     return {name: values(name, shape) for name, shape in shapes(config).items()}
 

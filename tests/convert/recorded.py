@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from .hugging_face import GEMMA3, PHI3
+from .hugging_face import GEMMA3, GPT_OSS, PHI3
 
-MODELS = {"gemma3": GEMMA3, "phi3": PHI3}
+MODELS = {"gemma3": GEMMA3, "phi3": PHI3, "gpt_oss": GPT_OSS}
 
 # The logits of every 6th token are recorded.
 EVERY = 6

@@ -12,7 +12,7 @@ from messages import naming
 from gtp_jax.convert import export_llama, import_llama
 from gtp_jax.runner.cli import main
 
-from .hugging_face import CONFIG, QWEN3_MOE, random_tensors, read_model, write_file, write_model
+from .hugging_face import CONFIG, GPT_OSS, QWEN3_MOE, assert_same, random_tensors, read_model, write_file, write_model
 
 E4M3, E8M0, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu, ml_dtypes.bfloat16
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float64)
@@ -257,3 +257,28 @@ def test_the_part_of_a_weight_that_is_not_finite_is_named(layout, part, value, m
     at = changed(tmp_path / "hf", layout, spoil)
     with pytest.raises(ValueError, match=naming(at + message)):
         import_llama(tmp_path / "hf", tmp_path / "imported")
+
+
+def test_experts_of_gpt_oss_in_mxfp4_are_the_values_of_their_codes(tmp_path):
+    tensors, rng = random_tensors(GPT_OSS), np.random.default_rng(0)
+    stored, values = dict(tensors), dict(tensors)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors[name].shape
+        codes = rng.integers(0, 256, (experts, outputs, inputs // 32, 16), np.uint8)
+        scales = rng.integers(118, 124, codes.shape[:3], np.uint8)
+        stored |= {f"{name}_blocks": codes, f"{name}_scales": scales}
+        del stored[name]
+        values[name] = np.empty_like(tensors[name])
+        for one in range(inputs):
+            pair = codes[:, :, one // 32, one % 32 // 2]
+            code = pair >> 4 if one % 2 else pair & 15
+            values[name][:, one] = np.where(code & 8, -1, 1) * E2M1[code & 7] * as_power(scales[:, :, one // 32])
+    mxfp4 = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}
+    done = import_llama(write_model(tmp_path / "hf", stored, {**GPT_OSS, **mxfp4}), tmp_path / "imported")
+    assert done.quantized == "MXFP4 of gpt-oss"
+    export_llama(tmp_path / "imported", tmp_path / "out", dtype="float32")
+    assert_same(read_model(tmp_path / "out"), values)
+    assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
+    bad = {**stored, "model.layers.0.mlp.experts.down_proj_scales": np.full((4, 64, 5), 255, np.uint8)}
+    with pytest.raises(ValueError, match=naming("layers.0.mlp.experts.down_proj_scales NaN")):
+        import_llama(write_model(tmp_path / "bad", bad, {**GPT_OSS, **mxfp4}), tmp_path / "other")

@@ -1,5 +1,6 @@
 """Kinds of models of which transformers' results are recorded: logits, greedy tokens, training and the way back."""
 
+import dataclasses
 import json
 
 import jax
@@ -16,6 +17,7 @@ from gtp_jax.convert import export_llama, import_llama
 from gtp_jax.convert._config import read_config
 from gtp_jax.models import LlamaConfig, hugging_face_of, load, next_token_loss
 from gtp_jax.models.llama._hf_config import rotary_part
+from gtp_jax.ops import RopeScaling
 
 from .hugging_face import assert_same, random_tensors, read_model, write_model
 from .recorded import COUNT, EVERY, MODELS, PROMPT, file_of, tokens_of
@@ -152,3 +154,23 @@ def test_tensors_that_are_stored_together_are_quantized_together_and_come_back(t
     import_llama(tmp_path / "out", tmp_path / "again")
     export_llama(tmp_path / "again", tmp_path / "once more", dtype="nvfp4")
     assert_same(read_model(tmp_path / "once more"), written)
+
+
+def test_what_gpt_oss_leaves_out_is_that_of_transformers(tmp_path):
+    names = ("layer_types", "rope_theta", "rope_scaling", "sliding_window", "head_dim", "num_key_value_heads")
+    names = (*names, "num_experts_per_tok", "swiglu_limit", "attention_bias")
+    found = config_of(tmp_path, MODELS["gpt_oss"], **dict.fromkeys(names, ...), num_attention_heads=64)
+    assert (found.window, found.full_every, found.head_dim, found.num_kv_heads) == (128, 2, 64, 8)
+    assert (found.rope_theta, found.top_k, found.swiglu_limit, found.swiglu_alpha) == (150_000.0, 4, 7.0, 1.702)
+    assert found.rope_scaling == RopeScaling(kind="yarn", factor=32.0, original_length=4096, truncate=False)
+    assert [reach.window for reach in found.reaches] == [128, None, 128]
+    for fields, message in (
+        (dict(attention_bias=False), "attention_bias False True"),
+        (dict(swiglu_limit=0), "`swiglu_limit` 0 above 0"),
+        (dict(rope_scaling={"rope_type": "dynamic", "factor": 2.0}), "'dynamic' yarn 'gpt_oss'"),
+    ):
+        with pytest.raises(ValueError, match=naming(message)):
+            config_of(tmp_path, MODELS["gpt_oss"], **fields)
+    unscaled = dataclasses.replace(found, rope_scaling=None)
+    with pytest.raises(ValueError, match=naming("GptOssForCausalLM only ones converted")):
+        hugging_face_of(unscaled)  # transformers would scale by its default

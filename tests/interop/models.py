@@ -60,6 +60,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         ),
     ),
     "Phi-3": ("Phi3", dict(partial_rotary_factor=0.75, sliding_window=9, pad_token_id=None)),
+    "gpt-oss": (
+        "GptOss",
+        dict(
+            **dict(**_EXPERTS, num_local_experts=4, sliding_window=9, num_hidden_layers=3, router_aux_loss_coef=0.0),
+            rope_parameters=dict(**_YARN, truncate=False),
+        ),
+    ),
     "Mistral without a window": ("Mistral", dict(sliding_window=None)),
 }
 

@@ -55,7 +55,19 @@ REFUSED = [
     (lambda: dataclasses.replace(PRESETS["tiny-moe"], routing=Routing(jitter=0.1)), "`jitter` 0.1 keys"),
     (lambda: dataclasses.replace(PRESETS["tiny"], shared_hidden=8), "`num_experts` 0"),
     (lambda: dataclasses.replace(PRESETS["tiny-moe"], routing="sigmoid"), "`gtp_jax.nn.Routing`"),
+    (lambda: dataclasses.replace(PRESETS["tiny"], expert_biases=True), "`expert_biases` True `num_experts` 0"),
+    (lambda: dataclasses.replace(PRESETS["tiny"], swiglu_limit=7.0), "`swiglu_limit` 7.0 `num_experts` 0"),
+    (lambda: dataclasses.replace(PRESETS["tiny-moe"], activation="gelu_tanh"), "`activation` 'gelu_tanh' 'silu'"),
+    (lambda: dataclasses.replace(PRESETS["tiny-moe"], norm="zero_centered_rms"), "`norm` 'zero_centered_rms' 'rms'"),
 ]
+
+
+@pytest.mark.parametrize("part", [dict(expert_biases=True), dict(swiglu_limit=7.0)])
+def test_parts_that_travelling_tokens_do_not_get_are_refused(part):
+    config = dataclasses.replace(PRESETS["tiny-moe"], **part)
+    with jax.set_mesh(gtp.make_mesh(gtp=1, ep=2, devices=jax.devices()[:2])):
+        with pytest.raises(ValueError, match=naming("`biases` `limit` ep = 2 degree of 1")):
+            abstract_model(lambda rngs: build(config, rngs=rngs))
 
 
 @pytest.mark.parametrize(("make", "message"), REFUSED)

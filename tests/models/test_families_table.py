@@ -21,6 +21,7 @@ from gtp_jax.models import (
     saved_config,
 )
 from gtp_jax.nn import abstract_model
+from gtp_jax.ops import RopeScaling
 
 
 def test_every_preset_is_of_a_family_and_says_enough_of_itself_to_be_made_again():
@@ -51,9 +52,14 @@ GEMMA3 = dataclasses.replace(
     **dict(qk_norm=True, norm="zero_centered_rms", branch_norms=True, activation="gelu_tanh", scale_embedding=True),
     **dict(window=64, full_every=2, window_rope_theta=1e4),
 )
+GPT_OSS = dataclasses.replace(
+    PRESETS["tiny-moe"],
+    **dict(qkv_bias=True, out_bias=True, sinks=True, expert_biases=True, swiglu_limit=7.0, window=64, full_every=2),
+    rope_scaling=RopeScaling(kind="yarn", factor=32.0, original_length=4096, truncate=False),
+)
 
 
-@pytest.mark.parametrize("config", ["tiny", "8b", "mixtral", "qwen3-30b-a3b", QWEN2, GEMMA3])
+@pytest.mark.parametrize("config", ["tiny", "8b", "mixtral", "qwen3-30b-a3b", QWEN2, GEMMA3, GPT_OSS])
 def test_the_tensors_of_hugging_face_are_all_parameters_of_the_model(config):
     config = preset_of(config) if isinstance(config, str) else config
     tensors = hugging_face_of(config).tensors(config)

@@ -47,6 +47,11 @@ MODELS = {
         **dict(window=5, full_every=3, window_rope_theta=1e4, query_pre_attn_scalar=20),
     ),
     "experts": MOE,
+    "gpt-oss": dataclasses.replace(
+        MOE,
+        **dict(shared_hidden=0, qkv_bias=True, out_bias=True, sinks=True, expert_biases=True),
+        **dict(swiglu_limit=5.0, swiglu_alpha=1.5, window=5, full_every=2, rotary_dim=6),
+    ),
     "deepseek": dataclasses.replace(
         MOE, routing=Routing(score="sigmoid", normalize=False, scale=2.5, num_groups=2, top_groups=2, bias_rate=0.1)
     ),
@@ -66,7 +71,7 @@ def started(folder, extra, **settings):
     )
 
 
-@pytest.mark.parametrize("name", ["tied", "qwen2", "gemma3", "yarn", "deepseek", "tiny-moe"])
+@pytest.mark.parametrize("name", ["tied", "qwen2", "gemma3", "gpt-oss", "yarn", "deepseek", "tiny-moe"])
 def test_no_preset_is_needed_for_any_model(tmp_path, name):
     model = MODELS[name]
     config = started(tmp_path, saved(model))

@@ -38,8 +38,13 @@ _PARTS = (
     "branch_norms",
     "activation",
     "scale_embedding",
+    "out_bias",
+    "sinks",
+    "expert_biases",
+    "swiglu_limit",
+    "swiglu_alpha",
 )
-_FLAGS = ("qk_norm", "qkv_bias", "branch_norms", "scale_embedding")
+_FLAGS = ("qk_norm", "qkv_bias", "branch_norms", "scale_embedding", "out_bias", "sinks", "expert_biases")
 _OF_EXPERTS = ("num_experts", "top_k")
 # The fields of `Routing` that determine which experts are chosen, and with which weights. `bias_rate` is one of them
 # only because it tells whether there is a bias. The rate itself and the remaining fields matter only in training.
@@ -70,6 +75,12 @@ class LlamaConfig:
         norm: the kind of all norms, `"rms"` or, like in Gemma, `"zero_centered_rms"`; see `LayerNormDense`.
         branch_norms: whether the outputs of attention and MLP are normalized before they are added, like in Gemma.
         activation: the function of the MLP's gate, `"silu"` or `"gelu_tanh"`.
+        out_bias: whether the output of attention has a bias, like in gpt-oss.
+        sinks: whether each head has a logit without a value, like in gpt-oss; see `Attention`.
+        expert_biases: whether routers and experts have biases, like in gpt-oss.
+        swiglu_limit: if given, the limit of the experts' gates and of what they multiply; see `MoE`.
+        swiglu_alpha: the slope of the experts' gates if there is a `swiglu_limit`: a gate becomes
+            `gate * sigmoid(swiglu_alpha * gate)`.
         scale_embedding: whether embeddings are multiplied by the square root of `hidden_size`, like in Gemma.
         intermediate_size: the hidden width of the MLP, or of each expert.
         num_experts: the number of experts that replace each MLP; 0 for an MLP.
@@ -127,6 +138,11 @@ class LlamaConfig:
     branch_norms: bool = False
     activation: Literal["silu", "gelu_tanh"] = "silu"
     scale_embedding: bool = False
+    out_bias: bool = False
+    sinks: bool = False
+    expert_biases: bool = False
+    swiglu_limit: float | None = None
+    swiglu_alpha: float = 1.702
     tie_embeddings: bool = False
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
@@ -168,7 +184,8 @@ class LlamaConfig:
         for field, allowed in (
             ("rope_theta", "above 0"),
             ("epsilon", "of at least 0"),
-            *((("window_rope_theta", "above 0"),) if self.window_rope_theta is not None else ()),
+            ("swiglu_alpha", "above 0"),
+            *((name, "above 0") for name in ("window_rope_theta", "swiglu_limit") if getattr(self, name) is not None),
         ):
             value = getattr(self, field)
             if not _is_number(value) or not 0 <= value <= MOST or (value == 0 and field != "epsilon"):
@@ -205,7 +222,6 @@ class LlamaConfig:
         for field in ("full_every", "window_rope_theta"):
             if self.window is None and getattr(self, field) is not None:
                 raise ValueError(f"`{field}` is {getattr(self, field)}, but there is no `window`. Set it too.")
-
         check_rotary(self.head_dim, self.rotary_dim, self.rope_theta, self.rope_scaling)
 
     def _check_experts(self) -> None:
@@ -233,6 +249,9 @@ class LlamaConfig:
                         f"`{field}` is {getattr(self, field)!r}, which experts do not have. Leave it at "
                         f"{getattr(type(self), field)!r}, or set `num_experts` to 0."
                     )
+        elif self.expert_biases or self.swiglu_limit is not None:
+            name = "expert_biases" if self.expert_biases else "swiglu_limit"
+            raise ValueError(f"`{name}` is {getattr(self, name)}, but `num_experts` is 0. Set `num_experts` too.")
         elif self.shared_hidden:
             raise ValueError(
                 f"`shared_hidden` is {self.shared_hidden}, but `num_experts` is 0. Set `num_experts`, or leave "
@@ -311,6 +330,9 @@ class LlamaConfig:
         biases = self.num_layers * self.num_experts if self.routing.bias_rate is not None else 0
         if self.qkv_bias:
             biases += self.num_layers * (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        biases += self.num_layers * (self.hidden_size * self.out_bias + self.num_heads * self.sinks)
+        if self.expert_biases:
+            biases += self.num_layers * self.num_experts * (2 * self.intermediate_size + self.hidden_size + 1)
         return self.matmul_params() + idle + embedding + biases + self._norms()
 
     def _norms(self) -> int:

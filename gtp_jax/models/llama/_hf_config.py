@@ -20,6 +20,8 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "rope_theta": _NUMBER,
     "window_rope_theta": _NUMBER,
     "rotary_dim": _NUMBER,
+    "swiglu_limit": _NUMBER,
+    "swiglu_alpha": _NUMBER,
     "tie_embeddings": (bool,),
     "normalize": (bool,),
 }
@@ -32,6 +34,7 @@ def to_json(kind: Kind, config: LlamaConfig) -> dict[str, Any]:
         "rope_scaling": _scaling_json(config.rope_scaling),
         **_positions_json(config.rope_scaling),
         **window_json(kind, config),
+        **kind.others,
         **{name: value for name, (value, _) in kind.fixed.items() if value is not None},
     }
 
@@ -65,6 +68,8 @@ def from_json(kind: Kind, content: dict[str, Any], file: str) -> LlamaConfig:
             raise ValueError(f"{file} has {name} {content[name]!r}; {value!r} is expected: gtp_jax's Llama {what}.")
     if any(ours == "window_rope_theta" for _, ours in kind.fields):
         content = rotary_apart(content, file)
+    if kind.scaling is not None and not any(content.get(name) for name in _PLACES):
+        content = {**content, "rope_scaling": kind.scaling}
     partial = any(ours == "rotary_dim" for _, ours in kind.fields)
     fields = {**kind.defaults, **content, **_rotary(file, content, partial)}
     fields |= {name: content[other] for name, other in kind.also.items() if name not in content and other in content}

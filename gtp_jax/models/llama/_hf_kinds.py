@@ -1,7 +1,7 @@
 """The kinds of Hugging Face models that our Llama computes: the fields of config.json, and values that some must have.
 
 Names and defaults are those of `LlamaConfig`, `MistralConfig`, `MixtralConfig`, `Qwen2Config`, `Qwen3Config`,
-`Qwen3MoeConfig`, `Gemma3TextConfig` and `Phi3Config` in transformers.
+`Qwen3MoeConfig`, `Gemma3TextConfig`, `Phi3Config` and `GptOssConfig` in transformers.
 """
 
 from __future__ import annotations
@@ -61,6 +61,11 @@ OF_KIND = (
     "query_pre_attn_scalar",
     "rotary_dim",
     "window_rope_theta",
+    "out_bias",
+    "sinks",
+    "expert_biases",
+    "swiglu_limit",
+    "swiglu_alpha",
 )
 
 
@@ -82,6 +87,8 @@ class Kind:
         full_every: for a kind in which only some layers have a window, the default of `LlamaConfig.full_every`; `None`
             for a kind with a window in all layers or in none.
         scalings: the kinds of `RopeScaling` that transformers computes for it.
+        others: fields that do not determine what is computed, whose defaults in transformers may not fit the model.
+        scaling: what transformers assumes if a config.json has no `rope_scaling`; `None` for no scaling.
     """
 
     model_type: str
@@ -95,6 +102,8 @@ class Kind:
     windows: tuple[str, ...] = ()
     full_every: int | None = None
     scalings: tuple[str, ...] = ("linear", "llama3", "yarn")
+    others: dict[str, Any] = dataclasses.field(default_factory=dict)
+    scaling: dict[str, Any] | None = None
 
     def fits(self, config: LlamaConfig) -> bool:
         """Returns whether a model is of this kind."""
@@ -104,7 +113,12 @@ class Kind:
             return False
         if (config.num_experts > 0) != self.experts:
             return False
-        if config.rope_scaling is not None and config.rope_scaling.kind not in self.scalings:
+        if config.rope_scaling is None:
+            if self.scaling is not None:
+                return False
+        elif config.rope_scaling.kind not in self.scalings:
+            return False
+        if "swiglu_limit" in names and config.swiglu_limit is None:
             return False
         if (config.window is not None and not self.windows) or (config.full_every and not self.full_every):
             return False
@@ -185,6 +199,7 @@ KINDS: tuple[Kind, ...] = (
         {**_DEFAULTS, "rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0},
         windows=_WINDOW,
         scalings=(),
+        others={"pad_token_id": None},  # otherwise 32000, which transformers refuses for smaller vocabularies
     ),
     Kind(
         "gemma3_text",
@@ -205,7 +220,7 @@ KINDS: tuple[Kind, ...] = (
         {
             **{**_DEFAULTS, "rope_theta": 1_000_000.0, "tie_word_embeddings": True},
             **{"num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256},
-            **{"rope_local_base_freq": 10_000.0, "sliding_window": 4096},
+            **{"rope_local_base_freq": 10_000.0, "sliding_window": 4096, "sliding_window_pattern": 6},
         },
         parts={
             **{"qk_norm": True, "norm": "zero_centered_rms", "branch_norms": True},
@@ -213,5 +228,24 @@ KINDS: tuple[Kind, ...] = (
         },
         windows=("sliding_window", "layer_types"),
         full_every=6,
+    ),
+    Kind(
+        "gpt_oss",
+        "GptOssForCausalLM",
+        (*_FIELDS, *_MIXTRAL, ("swiglu_limit", "swiglu_limit"), ("swiglu_alpha", "swiglu_alpha")),
+        {**_FIXED, "attention_bias": (True, "has biases in the attention of this kind")},
+        {
+            **{"rms_norm_eps": 1e-5, "rope_theta": 150_000.0, "tie_word_embeddings": False, "num_key_value_heads": 8},
+            **{"head_dim": 64, "num_experts_per_tok": 4, "swiglu_limit": 7.0, "swiglu_alpha": 1.702},
+            **{"sliding_window": 128},
+        },
+        experts=True,
+        parts={"qkv_bias": True, "out_bias": True, "sinks": True, "expert_biases": True},
+        windows=("sliding_window", "layer_types"),
+        full_every=2,
+        scaling={
+            **{"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+            "original_max_position_embeddings": 4096,
+        },
     ),
 )

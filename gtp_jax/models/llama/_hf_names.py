@@ -38,6 +38,8 @@ _BRANCH_NORMS = (
     ("post_attention_layernorm.weight", "after_attention/scale", ("hidden_size",)),
     ("post_feedforward_layernorm.weight", "after_mlp/scale", ("hidden_size",)),
 )
+_OUT_BIAS = (("self_attn.o_proj.bias", "attention/out/bias", ("hidden_size",)),)
+_SINKS = (("self_attn.sinks", "attention/core/sinks", ("num_heads",)),)
 _MLP = (
     ("mlp.gate_proj.weight", "mlp/up/kernel/gate", ("intermediate_size", "hidden_size")),
     ("mlp.up_proj.weight", "mlp/up/kernel/up", ("intermediate_size", "hidden_size")),
@@ -57,6 +59,28 @@ _EXPERTS = {
         ("mlp.experts.{}.up_proj.weight", "mlp/up/kernel/up", ("intermediate_size", "hidden_size")),
         ("mlp.experts.{}.down_proj.weight", "mlp/down/kernel", ("hidden_size", "intermediate_size")),
     ),
+    "gpt_oss": (
+        ("mlp.router.weight", "mlp/router", ("num_experts", "hidden_size")),
+        ("mlp.experts.gate_up_proj", "mlp/up/kernel/gate", ("intermediate_size", "hidden_size")),
+        ("mlp.experts.gate_up_proj", "mlp/up/kernel/up", ("intermediate_size", "hidden_size")),
+        ("mlp.experts.down_proj", "mlp/down/kernel", ("hidden_size", "intermediate_size")),
+    ),
+}
+_EXPERT_BIASES = (
+    ("mlp.router.bias", "mlp/router_shift", ("num_experts",)),
+    ("mlp.experts.gate_up_proj_bias", "mlp/up_bias/gate", ("num_experts", "intermediate_size")),
+    ("mlp.experts.gate_up_proj_bias", "mlp/up_bias/up", ("num_experts", "intermediate_size")),
+    ("mlp.experts.down_proj_bias", "mlp/down_bias", ("num_experts", "hidden_size")),
+)
+# For tensors of all experts of a layer, by our path: their shape, and the features that belong to our array. Gate and
+# up alternate.
+_GATE, _UP, _EVERY = slice(0, None, 2), slice(1, None, 2), slice(None)
+_OF_ALL_EXPERTS = {
+    "mlp/up/kernel/gate": (("num_experts", "hidden_size", "gate_up"), _GATE),
+    "mlp/up/kernel/up": (("num_experts", "hidden_size", "gate_up"), _UP),
+    "mlp/down/kernel": (("num_experts", "intermediate_size", "hidden_size"), _EVERY),
+    "mlp/up_bias/gate": (("num_experts", "gate_up"), _GATE),
+    "mlp/up_bias/up": (("num_experts", "gate_up"), _UP),
 }
 # Names that differ from those above. Tensors that get the same name are stored as one, one after the other.
 _RENAMED = {
@@ -83,6 +107,8 @@ def tensors(model_type: str, config: LlamaConfig) -> list[Tensor]:
         "intermediate_size": config.intermediate_size,
         "head_dim": config.head_dim,
         "num_experts": config.num_experts,
+        "gate_up": 2 * config.intermediate_size,
+        "num_heads": config.num_heads,
         "query": config.num_heads * config.head_dim,
         "key": config.num_kv_heads * config.head_dim,
     }
@@ -93,17 +119,26 @@ def tensors(model_type: str, config: LlamaConfig) -> list[Tensor]:
         if layer is not None:
             theirs, ours = f"model.layers.{layer}.{theirs.format(expert)}", f"blocks/layers/{ours}"
         linear = "kernel" in ours.split("/") or ours.endswith("/router")
-        return Tensor(theirs, tuple(sizes[dim] for dim in dims), ours, layer, linear, expert)
+        within = None
+        if model_type == "gpt_oss" and row[1] in _OF_ALL_EXPERTS:
+            of_all, features = _OF_ALL_EXPERTS[row[1]]
+            index = (_EVERY if expert is None else expert, *(_EVERY,) * (len(of_all) - 2), features)
+            within = Within(tuple(sizes[dim] for dim in of_all), index, transposed=expert is not None)
+        return Tensor(theirs, tuple(sizes[dim] for dim in dims), ours, layer, linear, expert, within)
 
     biases, norms = _QKV_BIAS if config.qkv_bias else (), _QK_NORM if config.qk_norm else ()
+    biases = (*biases, *(_OUT_BIAS if config.out_bias else ()), *(_SINKS if config.sinks else ()))
     after = _BRANCH_NORMS if config.branch_norms else ()
     scale = "mlp/scale" if config.num_experts else "mlp/up/scale"
     before = (_NORM_BEFORE[config.branch_norms], scale, ("hidden_size",))
     common = (*_ATTENTION, *biases, *norms, *after, before)
     if config.num_experts:
         router, *of_expert = _EXPERTS[model_type]
-        own = [(row, None) for row in (*common, router)]
-        rows = [*own, *((row, expert) for expert in range(config.num_experts) for row in of_expert)]
+        own = [(row, None) for row in (*common, router, *(_EXPERT_BIASES if config.expert_biases else ()))]
+        each = [(row, expert) for expert in range(config.num_experts) for row in of_expert]
+        if model_type == "gpt_oss":
+            each.sort(key=lambda one: one[0][0])  # parts of one tensor follow each other
+        rows = [*own, *each]
     else:
         rows = [(row, None) for row in (*common, *_MLP)]
     first = [tensor(row) for row in _BEFORE]
@@ -113,14 +148,16 @@ def tensors(model_type: str, config: LlamaConfig) -> list[Tensor]:
 
 
 def _stored_together(tensors: list[Tensor]) -> list[Tensor]:
-    """Returns the tensors. Consecutive ones with the same name become parts of one, in which they follow each other."""
+    """Returns the tensors. Consecutive ones with the same name and without a place become parts of one tensor, in which
+    they follow each other."""
     found = []
     for whole, own in in_files(tensors):
         ends = list(itertools.accumulate(tensor.shape[0] for tensor in own))
         shape = (ends[-1], *whole.shape[1:])
         for tensor, end in zip(own, ends, strict=True):
             rows = slice(end - tensor.shape[0], end)
-            found.append(tensor if len(own) == 1 else dataclasses.replace(tensor, within=Within(shape, (rows,))))
+            alone = len(own) == 1 or tensor.within is not None
+            found.append(tensor if alone else dataclasses.replace(tensor, within=Within(shape, (rows,))))
     return found
 
 

@@ -52,7 +52,8 @@ def window_from(kind: Kind, fields: dict[str, Any], file: str) -> tuple[int | No
     layers: int = fields["num_hidden_layers"]
     types, first = fields.get("layer_types"), fields.get("max_window_layers")
     if kind.full_every is not None:
-        return _mixed(types, window, layers, fields.get("sliding_window_pattern") or kind.full_every, file)
+        pattern = fields.get("sliding_window_pattern") if "sliding_window_pattern" in kind.defaults else None
+        return _mixed(types, window, layers, kind.full_every if pattern is None else pattern, file)
     if types is not None:
         wanted = _WHOLE if window is None else _WINDOWED
         if not isinstance(types, list) or len(types) != layers or any(one != wanted for one in types):

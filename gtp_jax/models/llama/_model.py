@@ -4,10 +4,12 @@
 With experts instead of the MLP, it is Mixtral (arXiv 2401.04088); with an attention window, Mistral (2310.06825); with
 biases of queries, keys and values, Qwen2 (2407.10671); with windows in five of six layers, norms after the branches and
 a scaled embedding, Gemma 3 (2503.19786). Phi-3 (2404.14219) is a Llama of which parts of heads may not be rotated.
+gpt-oss (2508.10925) is a Mixtral with sinks, biases and a window in every other layer.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,6 +39,16 @@ from ._config import LlamaConfig
 _ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": jax.nn.gelu}  # of which the latter approximates by tanh
 
 
+@dataclasses.dataclass(frozen=True)
+class SteepSilu:
+    """The function `x * sigmoid(slope * x)`."""
+
+    slope: float
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x * jax.nn.sigmoid(self.slope * x)
+
+
 class LlamaBlock(Layer):
     """Attention followed by an MLP or experts, each on a residual branch."""
 
@@ -56,6 +68,8 @@ class LlamaBlock(Layer):
             rope_scaling=reach.rope_scaling,
             qk_norm=config.qk_norm,
             qkv_bias=config.qkv_bias,
+            use_bias=config.out_bias,
+            sinks=config.sinks,
             rotary_dim=config.rotary_dim,
             window=reach.window,
             scale=None if config.query_pre_attn_scalar is None else config.query_pre_attn_scalar**-0.5,
@@ -79,6 +93,9 @@ class LlamaBlock(Layer):
                 transport=config.transport,
                 round_size=config.round_size,
                 exchange_chunks=config.exchange_chunks,
+                activation=jax.nn.silu if config.swiglu_limit is None else SteepSilu(config.swiglu_alpha),
+                biases=config.expert_biases,
+                limit=config.swiglu_limit,
                 epsilon=config.epsilon,
                 rngs=rngs,
                 **shared,

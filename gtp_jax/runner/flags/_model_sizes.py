@@ -17,9 +17,12 @@ _GROUP = "sizes"
 _SCALING = "rope_scaling_"
 _NO_SCALING = "none"
 # Fields whose `None` is a 0 on command lines.
-_NONE_AS_0 = ("window", "full_every", "window_rope_theta", "rotary_dim", "query_pre_attn_scalar")
+_NONE_AS_0 = ("window", "full_every", "window_rope_theta", "rotary_dim", "query_pre_attn_scalar", "swiglu_limit")
 # Fields that an architecture leaves out if they have their default.
-_LEFT_OUT = ("num_experts", "qk_norm", "qkv_bias", "norm", "branch_norms", "activation", "scale_embedding", *_NONE_AS_0)
+_LEFT_OUT = (
+    *("num_experts", "qk_norm", "qkv_bias", "norm", "branch_norms", "activation", "scale_embedding", "out_bias"),
+    *("sinks", "expert_biases", "swiglu_alpha", *_NONE_AS_0),
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,6 +88,17 @@ class ModelSizes:
     )
     scale_embedding: bool | None = knob(
         None, _GROUP, "multiply embeddings by the square root of the width, like Gemma", kind=bool
+    )
+    out_bias: bool | None = knob(None, _GROUP, "add a bias to the output of attention, like gpt-oss", kind=bool)
+    sinks: bool | None = knob(
+        None, _GROUP, "add a learned logit without a value to the softmax of each head, like gpt-oss", kind=bool
+    )
+    expert_biases: bool | None = knob(None, _GROUP, "add biases to routers and experts, like gpt-oss", kind=bool)
+    swiglu_limit: float | None = knob(
+        None, _GROUP, "limit of the experts' gates, like gpt-oss; 0 for none", kind=float, metavar="X"
+    )
+    swiglu_alpha: float | None = knob(
+        None, _GROUP, "slope in the sigmoid of the experts' gates with a limit", kind=float, above=0, metavar="X"
     )
     tie_embeddings: bool | None = knob(None, _GROUP, "share the embedding's table with the head", kind=bool)
     epsilon: float | None = knob(None, _GROUP, "epsilon that norms add to the mean square", kind=float, metavar="X")
