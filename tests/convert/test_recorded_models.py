@@ -11,6 +11,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from messages import naming
+from selection import others_full
 
 import gtp_jax as gtp
 from gtp_jax.convert import export_llama, import_llama
@@ -45,6 +46,7 @@ def test_logits_and_greedy_tokens_on_a_mesh_are_those_of_transformers(model):
     assert tokens[0].tolist() == recorded["greedy"].tolist()
 
 
+@pytest.mark.parametrize("model", others_full(MODELS, ["gpt_oss"]), indirect=True)
 def test_a_step_on_a_mesh_is_that_without_one(model):
     config, _, imported, _, _ = model
     tokens = tokens_of(config)
@@ -145,6 +147,7 @@ def test_the_rotated_part_of_a_head_comes_back(tmp_path):
     assert all(int(head * rotary_part(dims, head)) == dims for head in range(2, 257) for dims in range(2, head + 1, 2))
 
 
+@pytest.mark.full
 def test_tensors_that_are_stored_together_are_quantized_together_and_come_back(tmp_path):
     config = MODELS["phi3"]
     import_llama(write_model(tmp_path / "hf", random_tensors(config), config), tmp_path / "imported")
