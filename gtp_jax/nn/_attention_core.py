@@ -226,8 +226,8 @@ class AttentionCore(nnx.Module):
             if self.reach.window not in (None, reach.window):
                 raise ValueError(
                     f"attention with a window of {self.reach.window} is called with `reach.window` {reach.window} "
-                    f"while `gtp_jax.generate` caches the last {self.reach.window} tokens. Build it with `window=None` "
-                    "and pass a `reach` with every window."
+                    f"while `gtp_jax.generation.generate` caches the last {self.reach.window} tokens. Build it with "
+                    "`window=None` and pass a `reach` with every window."
                 )
             if self.cached_keys.get_metadata()["filled"]:
                 return self._with_cached(q, k, v, positions, reach.window, options)

@@ -40,7 +40,7 @@ def test_logits_and_greedy_tokens_on_a_mesh_are_those_of_transformers(model):
         ours = load(imported, dtype="float32")
         placed = jax.device_put(tokens_of(config), NamedSharding(mesh, P(("dp", "gtp"))))
         found = np.asarray(nnx.jit(lambda model, tokens: model(tokens))(ours, placed))[:, ::EVERY]
-        tokens = gtp.generate(ours, [PROMPT, PROMPT[:3]], max_new_tokens=COUNT).tokens
+        tokens = gtp.generation.generate(ours, [PROMPT, PROMPT[:3]], max_new_tokens=COUNT).tokens
     largest = np.abs(recorded["logits"]).max()
     np.testing.assert_allclose(found, recorded["logits"], rtol=0, atol=1e-5 * largest)
     assert tokens[0].tolist() == recorded["greedy"].tolist()

@@ -77,7 +77,11 @@ class Powers(Layer):
 def test_each_layer_gets_arguments_of_its_own_also_where_layers_run_in_a_loop(x64):
     powers = (2, 2, 3)
     stack = gtp.Stack(
-        Powers, LENGTH, schedule=gtp.Schedule(unroll=1), each=[{"power": power} for power in powers], rngs=nnx.Rngs(0)
+        Powers,
+        LENGTH,
+        schedule=gtp.nn.Schedule(unroll=1),
+        each=[{"power": power} for power in powers],
+        rngs=nnx.Rngs(0),
     )
     layers = nnx.List(unstacked(stack))
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, WIDTH)))
