@@ -23,10 +23,9 @@ def test_a_long_call_says_what_it_does_how_long_that_takes_and_what_has_passed(c
 def test_the_time_to_go_does_not_count_what_the_first_step_compiled(tmp_path, monkeypatch):
     printed = io.StringIO()
     monkeypatch.setattr("sys.stderr", printed)
-    config = SimpleNamespace(batch=1, seq=1, steps=1000, log_to=())
-    job = SimpleNamespace(config=config, learning_rate=lambda step: 0.1)
-    monkeypatch.setattr("gtp_jax.runner.trainer._progress.settings_of", lambda config: {})
-    with Progress(job, 1.0, tmp_path / "log.jsonl", 0, lambda: None, lambda: None) as progress:  # pyright: ignore[reportArgumentType]
+    limits = SimpleNamespace(steps=1000, log_to=())
+    job = SimpleNamespace(limits=limits, settings={}, per_step=(1, "tokens"), shown={}, learning_rate=lambda step: 0.1)
+    with Progress(job, tmp_path / "log.jsonl", 0, lambda: None, lambda: None) as progress:  # pyright: ignore[reportArgumentType]
         bar = progress._bar
         bar.start_t = bar.last_print_t = bar.start_t - 60  # a minute of compiling
         for step in range(1, 4):

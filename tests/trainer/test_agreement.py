@@ -20,7 +20,8 @@ from gtp_jax.runner.data import BYTES, Corpus
 from gtp_jax.runner.flags import flag_of, from_settings, knobs, settings_of
 from gtp_jax.runner.launch import Launch, NoCoordinator
 from gtp_jax.runner.trainer import RunDirectory, TrainConfig, _agreement
-from gtp_jax.runner.trainer._agreement import check_shared, describe, differences
+from gtp_jax.runner.trainer._agreement import check_shared, differences
+from gtp_jax.runner.trainer._description import describe
 from gtp_jax.runner.trainer._peers import Peers, several
 
 OWN = {"--chat-template", "--out", "--data", "--tokenizer", "--from", "--eval-data"}
@@ -192,8 +193,8 @@ def test_all_refuse_what_one_refuses():
 def test_processes_agree_on_the_code_and_the_kernels_of_the_whole_package(monkeypatch):
     package = Path(gtp_jax.__file__).parent
     seen = []
-    monkeypatch.setattr(_agreement, "_digest", lambda *files, root: seen.append((root, set(files))))
-    _agreement._software()
+    monkeypatch.setattr(_agreement, "digest", lambda *files, root: seen.append((root, set(files))))
+    _agreement.software()
     (root, code), (_, kernels) = seen
     assert root == package and {package / "__init__.py", package / "ops" / "__init__.py"} <= code
     assert kernels == set((package / "native").glob("*.so"))

@@ -23,11 +23,9 @@ from gtp_jax.experts import Routing
 from gtp_jax.mesh import with_paths
 from gtp_jax.models import Llama, LlamaConfig, evaluation_weights, load, next_token_loss
 from gtp_jax.runner.cli import main
-from gtp_jax.runner.trainer import TrainConfig
+from gtp_jax.runner.trainer import TrainConfig, _family
 from gtp_jax.runner.trainer._average import averaged
-from gtp_jax.runner.trainer._job import Job
 from gtp_jax.runner.trainer._optimizer import optimizer_of
-from gtp_jax.runner.trainer._samples import Samples
 from gtp_jax.runner.trainer._start import check_same_optimizer
 
 from .runs import losses, read_records, small
@@ -141,12 +139,14 @@ def run(request, text, tmp_path_factory):
     directory = tmp_path_factory.mktemp(request.param) / "run"
     seen = {"evaluated": [], "sampled": []}
     with pytest.MonkeyPatch.context() as patch:
-        loss_on, of = Job.loss_on, Samples.of
+        evaluate, sample = _family.FamilyTask._evaluate, _family.sample
         table = lambda state: np.asarray(state.params["embed"]["table"])  # noqa: E731
-        patch.setattr(
-            Job, "loss_on", lambda *args: seen["evaluated"].append(table(args[-1])) or loss_on(*args), raising=True
-        )
-        patch.setattr(Samples, "of", lambda *args: seen["sampled"].append(table(args[-1])) or of(*args), raising=True)
+        for owner, name, call, which in (
+            (_family.FamilyTask, "_evaluate", evaluate, "evaluated"),
+            (_family, "sample", sample, "sampled"),
+        ):
+            noted = lambda *args, call=call, which=which: seen[which].append(table(args[-1])) or call(*args)  # noqa: E731
+            patch.setattr(owner, name, noted, raising=True)
         flags = dict(SIZES, sample_tokens=4, keep=4, gtp=4, tp=2, **WAYS[request.param])
         assert main(["train", *small(text, directory, **flags)]) == 0
     return directory, seen

@@ -36,7 +36,7 @@ def test_padded_rows_train_as_whole_rows_do(packing, text, tmp_path, capsys, x64
 @pytest.mark.full
 def test_a_run_with_too_many_logits_says_that_its_loss_has_chunks(text, tmp_path, capsys, monkeypatch):
     memory = DeviceMemory(limit=1 << 18, free=1 << 18)
-    monkeypatch.setattr("gtp_jax.runner.trainer._run.device_memory", lambda: memory)
+    monkeypatch.setattr("gtp_jax.runner.trainer._family.device_memory", lambda: memory)
     assert main(["train", *small(text, tmp_path / "run", steps=1, eval_every=0)]) == 0
     printed = capsys.readouterr().out
     (line,) = [line for line in printed.splitlines() if line.startswith("loss ")]

@@ -18,7 +18,7 @@ from gtp_jax.models import family_of, next_token_loss
 from gtp_jax.runner._exit_codes import DIVERGED, MISTAKE
 from gtp_jax.runner.cli import main
 from gtp_jax.runner.data import Windows, _corpus
-from gtp_jax.runner.trainer import TrainConfig, _job, _loop, read_lines, read_log
+from gtp_jax.runner.trainer import TrainConfig, _family, _loop, read_lines, read_log
 from gtp_jax.runner.trainer._divergence import Divergence, is_spike
 from gtp_jax.runner.trainer._optimizer import optimizer_of
 
@@ -50,7 +50,7 @@ def loss_of_bad_text(monkeypatch):
     def with_loss(model):
         return dataclasses.replace(family_of(model), loss=loss)
 
-    monkeypatch.setattr(_job, "family_of", with_loss)
+    monkeypatch.setattr(_family, "family_of", with_loss)
 
 
 def run(text, out, *flags, steps=24, **changes) -> int:
@@ -168,7 +168,7 @@ def test_a_state_that_is_ruined_though_its_losses_are_finite_is_not_saved(text, 
             optimizer_of(config, model), optax.GradientTransformation(lambda params: jnp.zeros(()), count)
         )
 
-    monkeypatch.setattr(_job, "optimizer_of", ruined_by_the_sixth_update)
+    monkeypatch.setattr(_family, "optimizer_of", ruined_by_the_sixth_update)
     assert run(text, tmp_path / "run") == DIVERGED
     assert re.search(naming("state step 8 not finite --lr"), capsys.readouterr().err)
     assert Checkpoints(tmp_path / "run/checkpoints", read_only=True).latest() == 4
@@ -180,7 +180,7 @@ def test_a_spike_is_gone_back_from_and_its_data_skipped(text, tmp_path, monkeypa
         total, tokens = next_token_loss(model, batch)
         return jnp.where((batch["tokens"] == BAD).any(), 500.0, 1.0) * total, tokens
 
-    monkeypatch.setattr(_job, "family_of", lambda model: dataclasses.replace(family_of(model), loss=loss))
+    monkeypatch.setattr(_family, "family_of", lambda model: dataclasses.replace(family_of(model), loss=loss))
     assert run(text, tmp_path / "run", "--nonfinite=rollback", "--spike=12", batch=16, steps=36) == 0
     (spike,) = events(tmp_path / "run", "spike")
     (back,) = events(tmp_path / "run", "rollback")

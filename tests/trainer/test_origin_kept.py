@@ -26,7 +26,7 @@ from gtp_jax.runner.cli import main
 from gtp_jax.runner.flags import from_settings
 from gtp_jax.runner.trainer import TrainConfig
 from gtp_jax.runner.trainer._corpus import read_corpus
-from gtp_jax.runner.trainer._job import abstract_state
+from gtp_jax.runner.trainer._family import abstract_state
 from gtp_jax.runner.trainer._start import start_from, started_from, vocab_size_of
 
 from .runs import WORDS, python, refused, small, write_text

@@ -102,7 +102,7 @@ def test_a_picture_and_a_report_replace_a_name_and_not_what_else_has_the_file(tm
         path.write_text("mine")
     os.link(backup, tmp_path / "loss.png")  # as `cp -al` makes a backup
     (tmp_path / "report.txt").symlink_to(outside)
-    draw_curve([{"step": 1, "loss": 2.0}], 1.0, "a run", tmp_path / "loss.png")
+    draw_curve([{"step": 1, "loss": 2.0}], None, "", "a run", tmp_path / "loss.png")
     with replacing(tmp_path / "report.txt") as file:
         file.write(b"a report\n")
     assert backup.read_text() == outside.read_text() == "mine"
@@ -116,5 +116,5 @@ def test_a_write_that_the_system_refuses_names_the_file(tmp_path):
     assert explanation(caught.value) == f"/dev/full: {os.strerror(errno.ENOSPC)}"
     gone = tmp_path / "gone" / "loss.png"
     with pytest.raises(OSError) as caught:
-        draw_curve([{"step": 1, "loss": 2.0}], 1.0, "a run", gone)
+        draw_curve([{"step": 1, "loss": 2.0}], None, "", "a run", gone)
     assert explanation(caught.value) == f"{gone}: {os.strerror(errno.ENOENT)}"

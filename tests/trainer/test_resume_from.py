@@ -10,6 +10,7 @@ from messages import naming
 
 from gtp_jax.checkpoint import Checkpoints
 from gtp_jax.runner.cli import main
+from gtp_jax.runner.flags import settings_of
 from gtp_jax.runner.trainer import RunDirectory, TrainConfig, read_log
 from gtp_jax.runner.trainer._corpus import read_corpus
 
@@ -61,7 +62,7 @@ def test_the_text_of_a_run_inside_it_is_the_same_before_and_after(tmp_path, monk
     config = TrainConfig(data=(".",), out=out)
     with pytest.warns(UserWarning, match=naming(f"1 directories runs `data` {out}")):
         before = read_corpus(config).fingerprint
-    RunDirectory.of(config.out).prepare(config, keep=False)
+    RunDirectory.of(config.out).prepare(settings_of(config), keep=False)
     RunDirectory.of(config.out).report.write_text("a report")
     for reader in (config, TrainConfig(data=(".",), out="another")):
         with pytest.warns(UserWarning, match=naming("1 directories runs")):
@@ -79,7 +80,7 @@ def test_a_step_without_resume_and_a_link_to_nothing_are_refused(tmp_path, capsy
 
 def test_force_refuses_a_linked_directory_and_otherwise_deletes_the_steps_first(tmp_path):
     config, directory = TrainConfig(), RunDirectory(tmp_path / "run")
-    directory.prepare(config, keep=False)
+    directory.prepare(settings_of(config), keep=False)
     (tmp_path / "disk" / "2").mkdir(parents=True)
     directory.checkpoints.symlink_to(tmp_path / "disk")
     with pytest.raises(ValueError, match=naming("link --force --out")):
@@ -88,5 +89,5 @@ def test_force_refuses_a_linked_directory_and_otherwise_deletes_the_steps_first(
     directory.checkpoints.unlink()
     (tmp_path / "disk").rename(directory.checkpoints)
     directory.check(resume=False, force=True)
-    directory.prepare(config, keep=False)
+    directory.prepare(settings_of(config), keep=False)
     assert sorted(path.name for path in directory.root.iterdir()) == ["config.json"]

@@ -20,7 +20,7 @@ from gtp_jax.checkpoint import Checkpoints
 from gtp_jax.runner._exit_codes import DIVERGED, FAILED, MISTAKE, RETRY, of_error
 from gtp_jax.runner.cli import main
 from gtp_jax.runner.launch import Launch, NoCoordinator
-from gtp_jax.runner.trainer import Diverged, TrainConfig, _run
+from gtp_jax.runner.trainer import Diverged, TrainConfig, _family, _settings_task
 from gtp_jax.runner.trainer._interrupt import SIGNALS, Interrupt, Stopped
 from gtp_jax.runner.trainer._peer_watch import PeerWatch
 from gtp_jax.runner.trainer._peers import Peers
@@ -64,9 +64,9 @@ def test_signal_outside_the_loop_ends_python_at_once(number):
 @pytest.mark.parametrize(
     ("place", "saved", "flags", "said"),
     [
-        ("read_corpus", [1, 3], ["--resume"], "step 3"),
-        ("prepare", [], ["--resume"], "no checkpoint --resume"),
-        ("prepare", [1, 3], ["--force"], "Nothing saved"),
+        ((_settings_task, "read_corpus"), [1, 3], ["--resume"], "step 3"),
+        ((_family.FamilyTask, "prepare"), [], ["--resume"], "no checkpoint --resume"),
+        ((_family.FamilyTask, "prepare"), [1, 3], ["--force"], "Nothing saved"),
     ],
 )
 def test_a_signal_at_the_start_says_what_is_saved(text, tmp_path, monkeypatch, capsys, place, saved, flags, said):
@@ -78,13 +78,13 @@ def test_a_signal_at_the_start_says_what_is_saved(text, tmp_path, monkeypatch, c
     with Checkpoints(out / "checkpoints") if saved else contextlib.nullcontext() as checkpoints:
         for step in saved:
             checkpoints.save(step, {"w": jax.numpy.ones(2)}, extra={})
-    reach = getattr(_run, place)
+    reach = getattr(*place)
 
     def signalled(*args, **options):
         os.kill(os.getpid(), signal.SIGTERM)
         return reach(*args, **options)
 
-    monkeypatch.setattr(_run, place, signalled)
+    monkeypatch.setattr(*place, signalled)
     assert main(["train", *settings, *flags]) == 143
     assert re.search(naming(f"process 0 SIGTERM {said}"), capsys.readouterr().err)
 

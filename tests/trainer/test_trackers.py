@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib.util
 import struct
 import types
+from typing import Any
 
 import pytest
 
+from gtp_jax.runner.flags import settings_of
 from gtp_jax.runner.trainer import TrainConfig, _progress, _tracker
 from gtp_jax.runner.trainer._directory import RunDirectory
 from gtp_jax.runner.trainer._log import Log
@@ -94,20 +96,22 @@ def test_only_the_first_process_tracks(process, tmp_path, monkeypatch):
     opened = []
     monkeypatch.setattr(_progress.jax, "process_index", lambda: process)
     monkeypatch.setattr(_progress, "open_trackers", lambda names, *_: opened.extend(names) or [])
-    job = types.SimpleNamespace(config=TrainConfig(log_to=("wandb",)))
-    with Progress(job, 1.0, tmp_path / "log.jsonl", 0, lambda: None, lambda: None):
+    job: Any = types.SimpleNamespace(
+        limits=TrainConfig(log_to=("wandb",)), settings={}, per_step=(1, "tokens"), shown={}
+    )
+    with Progress(job, tmp_path / "log.jsonl", 0, lambda: None, lambda: None):
         pass
     assert opened == (["wandb"] if process == 0 else [])
 
 
 def test_a_run_that_is_replaced_takes_what_it_tracked_along_and_nothing_else(tmp_path):
     directory = RunDirectory.of(tmp_path / "run")
-    directory.prepare(TrainConfig(log_to=("tensorboard",)), keep=False)
+    directory.prepare(settings_of(TrainConfig(log_to=("tensorboard",))), keep=False)
     for name in ("tensorboard", "wandb", "notes"):
         (directory.root / name).mkdir()
         (directory.root / name / "file").write_text("x")
-    directory.prepare(TrainConfig(), keep=True)
+    directory.prepare(settings_of(TrainConfig()), keep=True)
     assert (directory.root / "tensorboard" / "file").exists()
-    directory.prepare(TrainConfig(log_to=("tensorboard",)), keep=True)
-    directory.prepare(TrainConfig(), keep=False)
+    directory.prepare(settings_of(TrainConfig(log_to=("tensorboard",))), keep=True)
+    directory.prepare(settings_of(TrainConfig()), keep=False)
     assert sorted(path.name for path in directory.root.iterdir()) == ["config.json", "notes", "wandb"]

@@ -20,7 +20,7 @@ from gtp_jax.runner._exit_codes import DIVERGED
 from gtp_jax.runner.cli import main
 from gtp_jax.runner.data import load_corpus, read_text
 from gtp_jax.runner.trainer._events import read_lines
-from gtp_jax.runner.trainer._samples import block
+from gtp_jax.runner.trainer._text_block import block
 
 from .runs import finish, losses, processes, small
 

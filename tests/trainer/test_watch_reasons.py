@@ -15,6 +15,7 @@ import pytest
 from messages import naming
 
 from gtp_jax.runner._exit_codes import MISTAKE, RETRY
+from gtp_jax.runner.flags import settings_of
 from gtp_jax.runner.launch import Launch
 from gtp_jax.runner.trainer import RunDirectory, TrainConfig, _peer_watch
 from gtp_jax.runner.trainer._interrupt import Interrupt
@@ -72,7 +73,7 @@ BEATS = "[(time.sleep(0.5), beat()) for _ in range(100)]"
 
 @pytest.mark.full
 def test_limit_shows_stacks_phase_and_who_is_behind(tmp_path):
-    RunDirectory(tmp_path / "run").prepare(TrainConfig(), keep=False)
+    RunDirectory(tmp_path / "run").prepare(settings_of(TrainConfig()), keep=False)
     status, printed, errors = watched(tmp_path, BEATS, "threading.Event().wait(60)", limit_s=3)
     assert status == RETRY
     assert re.search(naming("process 0 `step` step 2"), errors)

@@ -51,7 +51,7 @@ class Launch:
     device: int | None = None
 
     def join(self, timeout_s: float = _JOIN_S) -> None:
-        """Connects the processes. Must be called before JAX's backend is first used.
+        """Connects the processes, unless the program has done so. Must be called before JAX's backend is first used.
 
         Args:
             timeout_s: the time that JAX has to connect them, in seconds.
@@ -64,6 +64,8 @@ class Launch:
             return
         import jax
 
+        if jax.distributed.is_initialized():
+            return
         # Its SIGTERM handler would take the signal away from this program in all phases except the loop.
         jax.config.update("jax_enable_preemption_service", False)
         if (jax.config.jax_platforms or "").split(",")[0] == "cpu":  # pyright: ignore[reportAttributeAccessIssue]

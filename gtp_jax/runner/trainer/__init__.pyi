@@ -19,8 +19,8 @@ from ._log import read_log as read_log
 from ._peers import Peers as Peers
 from ._replay import Replay as Replay
 from ._replay import replay as replay
-from ._run import resolve as resolve
-from ._run import start as start
+from ._settings_task import resolve as resolve
+from ._start_run import start as start
 from ._tokenizer import stored_tokenizer as stored_tokenizer
 from ._train_flags import BYTE_TOKENS as BYTE_TOKENS
 from ._train_flags import VIRTUAL_DEVICES as VIRTUAL_DEVICES

@@ -8,19 +8,15 @@ import json
 import os
 import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from ...checkpoint import Checkpoints, checkpoints_in
 from ...mesh import has_gpu
-from ..data import Corpus
-from ..flags import flag_of, knobs, settings_of
 from ._directory import RunDirectory
 from ._peers import Peers, several
-from ._train_flags import TrainConfig, names_file
 from ._versions import installed
 
 Description = dict[str, Any]
@@ -39,36 +35,6 @@ _OWN_XLA_FLAGS = ("--xla_dump_", "--xla_force_host_platform_device_count=")
 
 _SHARED_WITHIN_S = 10.0
 _LONGEST_SHOWN = 48
-
-
-def describe(
-    config: TrainConfig, corpus: Corpus, *, resume: bool, force: bool, at: int | None, order: Mapping[str, Any]
-) -> Description:
-    """Returns everything that must be the same in all processes of a run, by name, as JSON values.
-
-    Args:
-        config: the configuration of the run.
-        corpus: the text of the run.
-        resume: whether to continue the run in its directory.
-        force: whether to replace the run in its directory.
-        at: the step to resume from; `None` for the latest.
-        order: the decisions of a supervisor that determine what is computed (`Supervision.order`).
-    """
-    values = settings_of(config)
-    flags = {flag_of(field): values[field.name] for field in knobs(config) if not field.metadata["per_process"]}
-    return {
-        **flags,
-        "--resume": resume,
-        "--force": force,
-        "--step": at,
-        **order,
-        "what is in the text": corpus.fingerprint,
-        "what is in --eval-data": [text.fingerprint for text in corpus.evaluated],
-        "what is in the tokenizer": _digest(Path(config.tokenizer)) if names_file(config.tokenizer) else None,
-        "what is in the chat template": _digest(Path(config.chat_template)) if config.chat_template else None,
-        "what is in --from": _start(config.from_) if config.from_ and not resume else None,
-        **_software(),
-    }
 
 
 def differences(descriptions: Sequence[Description]) -> list[str]:
@@ -175,13 +141,7 @@ def _appears(path: Path) -> bool:
     return True
 
 
-def _start(source: str) -> str:
-    """Returns a digest of the manifest, which holds the digests of all arrays, of the checkpoint to start from."""
-    opened = Checkpoints(checkpoints_in(Path(source).expanduser()), read_only=True)
-    return hashlib.sha256(json.dumps(opened.manifest(), sort_keys=True).encode()).hexdigest()
-
-
-def _software() -> Description:
+def software() -> Description:
     """Returns the software versions, digests of code and settings that determine what is computed."""
     package = Path(__file__).parents[2]  # gtp_jax
     flags = os.environ.get("XLA_FLAGS", "").split()
@@ -191,8 +151,8 @@ def _software() -> Description:
         if name not in _OWN_JAX_SETTINGS and not name.endswith(_OWN_JAX_SUFFIXES)
     }
     return {
-        "code of gtp_jax": _digest(*sorted(package.rglob("*.py")), root=package),
-        "kernels of gtp_jax": _digest(*sorted(package.glob("native/*.so")), root=package),
+        "code of gtp_jax": digest(*sorted(package.rglob("*.py")), root=package),
+        "kernels of gtp_jax": digest(*sorted(package.glob("native/*.so")), root=package),
         "Python": platform.python_version(),
         **{f"version of {name}": version for name, version in installed().items()},
         "a GPU": has_gpu(),
@@ -201,7 +161,7 @@ def _software() -> Description:
     }
 
 
-def _digest(*files: Path, root: Path | None = None) -> str:
+def digest(*files: Path, root: Path | None = None) -> str:
     """Returns a digest of the contents of files and, if a root is given, of their paths below it and their sizes."""
     digest = hashlib.sha256()
     for file in files:

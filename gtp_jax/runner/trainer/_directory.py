@@ -6,16 +6,16 @@ import dataclasses
 import os
 import shlex
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from ...checkpoint import Checkpoints, check_encodes, real_path
+from ._config_file import PROGRAM, draft, is_config, read_config, write_config
 from ._events import is_of_supervisor
 from ._lock import is_lock
 from ._own_file import stranger
 from ._tracker import TRACKERS, delete_tracked
-from ._train_flags import TrainConfig
 
 NOT_BEGUN = "Nothing was saved: the run had not begun."
 
@@ -42,6 +42,20 @@ class RunDirectory:
         return cls(Path(out).expanduser().absolute())
 
     @classmethod
+    def checked(cls, out: str | Path, *, resume: bool, force: bool) -> Self:
+        """Returns the directory that `out` of a configuration names, for a run that may be started or resumed there.
+
+        Raises:
+            ValueError: if the directory does not allow such a run; see `check` and `check_writable`.
+        """
+        if not str(out):  # as of `--out "$UNSET"`; it would be the working directory
+            raise ValueError("`out` is empty. Give a directory; the working directory is `.`.")
+        directory = cls.of(out)
+        directory.check(resume=resume, force=force)
+        directory.check_writable()
+        return directory if resume else directory.replacing()
+
+    @classmethod
     def around(cls, source: Path) -> Self:
         """Returns the directory of the run that `source` names: itself, or its directory of checkpoints."""
         if (source / "checkpoints").is_dir():
@@ -57,7 +71,7 @@ class RunDirectory:
     @property
     def is_of_run(self) -> bool:
         """Whether a run of any version has written here."""
-        return TrainConfig.is_in(self.config)
+        return is_config(self.config)
 
     @property
     def config(self) -> Path:
@@ -123,7 +137,7 @@ class RunDirectory:
         """
         return {
             self.config: _never,
-            TrainConfig.draft(self.config): TrainConfig.is_in,
+            draft(self.config): is_config,
             self.log: _never,
             self.curve: _never,
             self.report: _never,
@@ -149,7 +163,7 @@ class RunDirectory:
             raise ValueError(f"`out` {self.root} is a file. Choose a directory.")
         ours = self.config.exists()
         if ours:
-            TrainConfig.load(self.config)
+            read_config(self.config)
         else:
             foreign = [path.name for path, known in self._table.items() if path.exists() and not known(path)]
             if foreign:
@@ -212,11 +226,11 @@ class RunDirectory:
         if not os.access(nearest, os.W_OK | os.X_OK):
             raise ValueError(f"`out` is {self.root}, but {nearest} cannot be written. Choose another --out.")
 
-    def prepare(self, config: TrainConfig, *, keep: bool) -> None:
+    def prepare(self, settings: Mapping[str, Any], *, keep: bool) -> None:
         """Prepares the directory for a run. Call this only after all checks have passed.
 
         Args:
-            config: the configuration of the run.
+            settings: the settings of the run, by name.
             keep: whether the run in the directory is resumed. Otherwise, deletes what an earlier run wrote, and nothing
                 else.
 
@@ -225,7 +239,7 @@ class RunDirectory:
         """
         self.root.mkdir(parents=True, exist_ok=True)
         if self.is_of_run and not keep:
-            before = TrainConfig.load(self.config)
+            before = read_config(self.config)
             # Removes all steps first, in one rename, so that a kill leaves no old step with a new configuration.
             if self._doomed.is_symlink():
                 self._doomed.unlink()
@@ -236,8 +250,9 @@ class RunDirectory:
                 shutil.rmtree(self._doomed)
             for file in (self.log, self.curve, self.report, self.events):
                 file.unlink(missing_ok=True)
-            delete_tracked(before.log_to, self.root)
-        config.save(self.config)
+            tracked = before.get("log_to")
+            delete_tracked(tracked if isinstance(tracked, list) else (), self.root)
+        write_config(self.config, settings)
 
     def how_to_resume(self) -> str:
         """Returns a message that names the last checkpoint, and the command that continues from it."""
@@ -245,8 +260,10 @@ class RunDirectory:
             return NOT_BEGUN
         command = f"gtp-jax train --resume --out {shlex.quote(str(self.root))}"
         try:
+            if (program := read_config(self.config).get(PROGRAM)) is not None:
+                command = f"`run(resume=True)` in {program}"
             latest = Checkpoints(self.checkpoints, read_only=True).latest()
-        except OSError as error:  # must not prevent a process from ending
+        except (OSError, ValueError) as error:  # must not prevent a process from ending
             return f"{self.checkpoints} cannot be read now ({error}); continue with: {command}"
         if latest is None:
             return f"There is no checkpoint yet; start again from the beginning with: {command}"

@@ -92,6 +92,20 @@ class Place:
         saved = extra["place"]
         return cls(step, **{**saved, "losses": tuple(saved["losses"])})
 
+    @classmethod
+    def to_continue(cls, step: int, extra: Mapping[str, Any], steps: int, out: str) -> Self:
+        """Returns the place at which a run continues from a checkpoint.
+
+        Raises:
+            ValueError: if the run in `out` has already made more than `steps` updates.
+        """
+        if step > steps:
+            raise ValueError(
+                f"`steps` is {steps}, but the run in {out} has already made {step}. Increase --steps, or start another "
+                "run with another --out."
+            )
+        return cls.of_extra(step, extra)
+
     def extra(self) -> dict[str, Any]:
         """Returns the JSON values that a checkpoint stores."""
         place = dataclasses.asdict(self)

@@ -34,10 +34,15 @@ class Stopped(BaseException):
 
     Args:
         number: the number of the signal.
+
+    Attributes:
+        number: the number of the signal.
+        began: whether the run owned its directory by then.
     """
 
     def __init__(self, number: int) -> None:
         super().__init__(f"ended by {signal.Signals(number).name}")
+        self.number, self.began = number, False
         self.exit_code = of_signal(number)
 
 

@@ -18,6 +18,10 @@ Record = dict[str, Any]
 _FROM = "continued_from"
 
 
+# The key of the loss on held-out data in the record of an evaluation.
+HELD_OUT = "held_out"
+
+
 def loss_key(text: str) -> str:
     """Returns the key of the loss on a text of `eval_data` in the record of an evaluation."""
     return f"loss on {text}"

@@ -20,19 +20,17 @@ from typing import Any
 import jax
 
 from ...checkpoint import Checkpoints
-from ...models import saved as saved_of
 from ...models import saved_evaluation
-from ...nonuniform import Batches
-from ...ops import check_ids
-from ...train import TrainState, diagnose, never_skip
+from ...train import TrainState, never_skip
+from .._exit_codes import out_of_memory
 from ._divergence import Diverged, Place, is_spike
 from ._finite_state import state_is_finite
 from ._interrupt import Interrupt
-from ._job import Job
+from ._job import Job, evaluated_state
 from ._progress import Progress
 from ._recorder import Recorder
-from ._samples import Samples, block
 from ._slow import DeviceProbe, timed_batches
+from ._text_block import block
 from ._watch import Activity
 
 # The number of further steps that are launched before the loss of a step is read. One keeps GPUs from waiting.
@@ -46,16 +44,18 @@ class Outcome:
 
     Attributes:
         step: the total number of updates made.
-        tokens_per_s: the tokens per second of all devices together, excluding evaluations, checkpoints and the first
-            step; 0 if unknown.
+        speed: the work per second of all devices together, in units of `Job.per_step`, excluding evaluations,
+            checkpoints and the first step; 0 if unknown.
         signal: the number of the signal that ended the loop; `None` if none did.
+        state: the state after the last update.
         sample: the text that the model wrote last; empty if it wrote none.
         sample_step: the step after which it wrote that.
     """
 
     step: int
-    tokens_per_s: float
+    speed: float
     signal: int | None
+    state: TrainState | None = None
     sample: str = ""
     sample_step: int = 0
 
@@ -67,8 +67,6 @@ def run_loop(
     watch: Recorder,
     progress: Progress,
     interrupt: Interrupt,
-    *,
-    samples: bool,
 ) -> Outcome:
     """Trains from the job's place to the last step, or until a signal comes. Consumes the state.
 
@@ -81,14 +79,13 @@ def run_loop(
         watch: the recorder of this process.
         progress: the progress bar and the log.
         interrupt: the handler of signals.
-        samples: whether the model writes a text after each evaluation, if the configuration asks for it.
 
     Raises:
         Diverged: if steps are not finite or losses jump, and the configuration does not let the run continue. The state
             is not saved.
         ValueError: if a batch has ids outside the vocabulary.
     """
-    return _Loop(job, state, checkpoints, watch, progress, interrupt, samples).run()
+    return _Loop(job, state, checkpoints, watch, progress, interrupt).run()
 
 
 class _Loop:
@@ -100,30 +97,28 @@ class _Loop:
         watch: Recorder,
         progress: Progress,
         interrupt: Interrupt,
-        samples: bool,
     ) -> None:
-        self._job, self._config = job, job.config
+        self._job, self._limits = job, job.limits
         self._state: Any = state
         self._checkpoints, self._watch, self._progress, self._interrupt = checkpoints, watch, progress, interrupt
         # virtual CPU devices share the host's cores, so their times say nothing about a single device
         self._probe = DeviceProbe() if jax.default_backend() == "gpu" else None
         self._ahead = _AHEAD.get(jax.default_backend(), 0)
         self._place = job.place
-        self._text = {"text": job.corpus.fingerprint, "packing": job.corpus.packing_digest(job.config.seq)}
         self._launched: collections.deque[tuple[int, dict[str, jax.Array]]] = collections.deque()
-        self._go = self._skip = never_skip(job.meshes.mesh)
-        self._held_out: dict[int, float] = {}
+        self._go = self._skip = never_skip(job.mesh)
+        self._losses: dict[int, float | None] = {}  # of evaluations, by step
+        self._write, self._sample = job.sample, ""
         self._saved = self._place.step
-        self._samples = Samples(job, wanted=samples)
 
     def run(self) -> Outcome:
         interrupt = self._interrupt
         with interrupt.loop():
             self._watch.doing("step", self._place.step)
-            if self._place.step == 0 and self._config.eval_every:
+            if self._place.step == 0 and self._evaluates:
                 self._evaluate()
             turn, stopped = self._place.step, False
-            while self._place.step < self._config.steps and not stopped:
+            while self._place.step < self._limits.steps and not stopped:
                 with contextlib.closing(self._batches()) as batches:
                     for position, batch in timed_batches(self._watch, batches):
                         turn, stopped = turn + 1, interrupt.requested(turn)
@@ -137,16 +132,21 @@ class _Loop:
             self._checkpoints.wait()
             return Outcome(
                 self._place.step,
-                self._progress.tokens_per_s,
+                self._progress.speed,
                 interrupt.signal,
-                sample=self._samples.last,
-                sample_step=next(reversed(self._held_out), 0),
+                self._state,
+                sample=self._sample,
+                sample_step=next(reversed(self._losses), 0),
             )
+
+    @property
+    def _evaluates(self) -> bool:
+        return self._limits.eval_every > 0 and self._job.evaluate is not None
 
     def _batches(self) -> Generator[tuple[int, Any]]:
         """Yields the next batches with their numbers, one for each update that is left to make."""
         begin = self._place.position
-        end = begin + self._config.steps - self._place.step
+        end = begin + self._limits.steps - self._place.step
         yield from enumerate(self._job.train.steps(begin, end), begin)
 
     def _launch(self, position: int, batch: Any) -> bool:
@@ -165,10 +165,10 @@ class _Loop:
             OSError: if an earlier save has failed in the meantime: what is trained after it could not be saved either.
         """
         self._checkpoints.check_save()
-        step, config = self._place.step + len(self._launched), self._config
-        last = step == config.steps
-        evaluates = config.eval_every > 0 and (last or step % config.eval_every == 0)
-        saves = last or step % config.save_every == 0
+        step, limits = self._place.step + len(self._launched), self._limits
+        last = step == limits.steps
+        evaluates = self._evaluates and (last or step % limits.eval_every == 0)
+        saves = last or step % limits.save_every == 0
         if (evaluates or saves) and not self._settle():
             return False
         if evaluates:
@@ -191,7 +191,7 @@ class _Loop:
                 self._forget_launched()
                 self._after_nonfinite(position, "loss" if not math.isfinite(loss) else "gradient norm", loss, norm)
                 return False
-            spike = self._config.divergence.spike
+            spike = self._limits.divergence.spike
             jumps = spike is not None and is_spike(loss, self._place.losses, spike)
             self._place = self._place.updated(loss, keep_loss=spike is not None)
             self._progress.step(self._place.step, metrics)
@@ -200,7 +200,7 @@ class _Loop:
                 self._forget_launched()
                 what = f"the loss of step {self._place.step} is {loss:.4g}, a spike (--spike {spike:g})"
                 self._record("spike", position, loss, norm, what)
-                if self._config.divergence.nonfinite == "raise":
+                if self._limits.divergence.nonfinite == "raise":
                     raise Diverged(f"{what}. Lower --lr, or use --nonfinite rollback to continue from the checkpoint.")
                 self._roll_back(what)
                 return False
@@ -212,10 +212,10 @@ class _Loop:
 
     def _after_nonfinite(self, position: int, name: str, loss: float, norm: float) -> None:
         """Skips the batch, rolls back or ends the run, as the configuration says."""
-        policy, limit = self._config.divergence.nonfinite, self._config.divergence.nonfinite_in_a_row
+        policy, limit = self._limits.divergence.nonfinite, self._limits.divergence.nonfinite_in_a_row
         what = f"the {name} of step {self._place.step + 1} is {norm if name == 'gradient norm' else loss}"
         self._watch.doing("diagnose", self._place.step)
-        self._check_ids(position)
+        self._job.check_batch(self._job.train.at(position))
         self._place = self._place.skipped()
         self._record("nonfinite", position, loss, norm, what)
         if policy == "raise" or (policy == "skip" and self._place.in_a_row >= limit):
@@ -229,25 +229,14 @@ class _Loop:
 
     def _diagnosis(self, position: int) -> str:
         """Returns a sentence that says why a step was not finite; an empty string for replicas of unequal degree."""
-        job = self._job
-        if job.meshes.plan is not None and not job.meshes.plan.uniform:
-            return ""
-        recipe = self._config.step_recipe
-        options: Any = {"recipe": recipe, "view": "local", "seed": self._config.seed}
         try:
-            found = str(diagnose(job.loss, self._state, job.train.at(position), **options))
+            found = self._job.diagnose(self._state, self._job.train.at(position))
         except Exception as error:  # must not hide the failure that it diagnoses
             found = f"no diagnosis: {error}".splitlines()[0]
+        if not found:
+            return ""
         self._watch.write("diagnosis", found, batch=position)
         return f" Batch {position}: {found}."
-
-    def _check_ids(self, position: int) -> None:
-        """Refuses ids outside the vocabulary: they make the loss NaN, and are a mistake in the text."""
-        batch = self._job.train.at(position)
-        for part in batch.parts if isinstance(batch, Batches) else (batch,):
-            for name, ids in (part or {}).items():
-                if name in ("tokens", "targets"):
-                    check_ids(ids, self._job.model.vocab_size, name=name, ignore_negative=name == "targets")
 
     def _roll_back(self, what: str) -> None:
         """Goes back to the last checkpoint, and continues with the data after what has been seen.
@@ -255,7 +244,7 @@ class _Loop:
         Raises:
             Diverged: if the run has gone back too often, or there is no checkpoint.
         """
-        limit = self._config.divergence.max_rollbacks
+        limit = self._limits.divergence.max_rollbacks
         if self._place.rollbacks >= limit:
             raise Diverged(f"{what}, after the run has gone back {limit} times (--max-rollbacks). Use a lower --lr.")
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self._state)
@@ -284,15 +273,27 @@ class _Loop:
         with self._progress.paused():
             if self._probe is not None:
                 self._probe(self._watch)
-            state = self._job.evaluated_state(self._state)
-            loss = self._job.loss_on(self._job.held_out, state)
-            others = {name: self._job.loss_on(text, state) for name, text in self._job.evaluated.items()}
-        self._progress.held_out(step, loss, others)
-        self._held_out[step] = loss
-        if self._samples.wanted:
+            assert self._job.evaluate is not None
+            state = evaluated_state(self._state)
+            found = self._job.evaluate(state)
+        self._progress.evaluated(step, found)
+        self._losses[step] = found.loss
+        if self._write is not None:
             with self._progress.paused():
-                self._progress.say(block(self._samples.of(state)))
+                self._progress.say(block(self._written(state)))
         self._watch.doing("step", step)
+
+    def _written(self, state: TrainState) -> str:
+        """Returns a text that the model writes, or why it can write none from now on."""
+        assert self._write is not None
+        try:
+            self._sample = self._write(state)
+        except jax.errors.JaxRuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            self._write = None
+            return "(no text: there is not enough memory next to the state; --sample-tokens 0 turns samples off)"
+        return self._sample
 
     def _save(self, target: Checkpoints, activity: Activity, step: int | None = None) -> bool:
         """Saves the state, and returns whether it did.
@@ -310,13 +311,9 @@ class _Loop:
                     f"the state after step {step} is not finite and is not saved. Use a lower --lr or a longer "
                     "--warmup."
                 )
-            job, recipe = self._job, self._config.quantization.to_recipe()
-            extra = {**self._text, **saved_of(job.model), **job.origin.extra(), **self._place.extra()}
-            extra |= saved_evaluation(self._state.opt_state)
-            if self._config.adapters is not None:
-                extra |= self._config.adapters.extra()
-            loss = self._held_out.get(step)
-            target.save(step, self._state, extra, loss=loss, recipe=recipe, files=job.origin.files)
+            job, stored = self._job, self._job.stored(self._state, self._place.position)
+            extra = {**stored, **self._place.extra(), **saved_evaluation(self._state.opt_state)}
+            target.save(step, self._state, extra, loss=self._losses.get(step), recipe=job.recipe, files=job.files)
         self._interrupt.saved(time.perf_counter() - began)
         self._watch.doing("step", step)
         return True

@@ -5,18 +5,15 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Self
 
 import jax
 from tqdm import tqdm
 
-from ..._foreign import printable
-from ..data import bits_per_byte
-from ..flags import settings_of
-from ._job import Job
-from ._log import Log, loss_key
+from ._job import Evaluation, Job
+from ._log import Log
 from ._tracker import open_trackers
 
 
@@ -25,7 +22,6 @@ class Progress:
 
     Args:
         job: the run.
-        unigram: the unigram entropy, in nats per token.
         log: the path of the log.
         begin: the number of updates made before.
         guard: called before each write to the log; raises an error if the log no longer belongs to this run.
@@ -36,22 +32,21 @@ class Progress:
     def __init__(
         self,
         job: Job,
-        unigram: float,
         log: Path,
         begin: int,
         guard: Callable[[], None],
         stop: Callable[[], None],
     ) -> None:
-        self._job, self._unigram = job, unigram
+        self._job = job
         self._speaks = jax.process_index() == 0
-        tracked = job.config.log_to if self._speaks else ()
-        trackers = open_trackers(tracked, log.parent, begin, settings_of(job.config))
+        tracked = job.limits.log_to if self._speaks else ()
+        trackers = open_trackers(tracked, log.parent, begin, job.settings)
         self._log = Log(log if self._speaks else None, begin, guard, trackers)
-        self._pace = _Pace(job.config.batch * job.config.seq)
-        self._shown = {"unigram": f"{unigram:.2f}"}
+        self._pace = _Pace(job.per_step[0])
+        self._shown = dict(job.shown)
         kind, every = (tqdm, 0.2) if sys.stderr.isatty() else (_Lines, 30)  # in seconds
         self._bar = kind(
-            total=job.config.steps,
+            total=job.limits.steps,
             initial=begin,
             unit="step",
             disable=not self._speaks,
@@ -83,20 +78,21 @@ class Progress:
                 self._stop()
 
     @property
-    def tokens_per_s(self) -> float:
-        """The tokens per second of all devices together, excluding the first step and `paused` time; 0 if unknown."""
-        return self._pace.tokens_per_s
+    def speed(self) -> float:
+        """The work per second of all devices together, in units of `Job.per_step`, excluding the first step and
+        `paused` time; 0 if unknown."""
+        return self._pace.per_s
 
     def step(self, step: int, metrics: dict[str, jax.Array]) -> None:
         """Shows and logs a step that has ended."""
         loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
         self._pace.step()
-        rate = self._job.learning_rate(step - 1)
         extra = {"expert_load": float(metrics["expert_load"])} if "expert_load" in metrics else {}
-        self._log.write(
-            step, loss=loss, grad_norm=norm, **extra, learning_rate=rate, tokens_per_s=round(self._pace.tokens_per_s, 1)
-        )
-        self._shown |= {"loss": f"{loss:.3f}", "tokens/s": f"{self._pace.tokens_per_s:,.0f}"}
+        if self._job.learning_rate is not None:
+            extra["learning_rate"] = self._job.learning_rate(step - 1)
+        speed, unit = self._pace.per_s, self._job.per_step[1]
+        self._log.write(step, loss=loss, grad_norm=norm, **extra, **{f"{unit}_per_s": round(speed, 1)})
+        self._shown |= {"loss": f"{loss:.3f}", f"{unit}/s": f"{speed:,.0f}"}
         self._bar.set_postfix(self._shown, refresh=False)
         with self._printing():
             if self._begun:
@@ -125,23 +121,16 @@ class Progress:
                 self._bar.write(line, file=sys.stdout)
                 sys.stdout.flush()
 
-    def held_out(self, step: int, loss: float, others: Mapping[str, float]) -> None:
-        """Shows and logs an evaluation next to the unigram entropy, and the losses on further texts by name."""
-        bits = bits_per_byte(loss, self._job.corpus.bytes_per_token)
-        named = {loss_key(name): value for name, value in others.items()}
-        self._log.write(step, held_out=loss, bits_per_byte=bits, **named)
-        self._shown["held out"] = f"{loss:.3f}"
+    def evaluated(self, step: int, found: Evaluation) -> None:
+        """Shows and logs an evaluation."""
+        self._log.write(step, **found.values)
+        self._shown |= found.shown
         self._bar.set_postfix(self._shown, refresh=False)
-        if self._speaks:
-            line = f"step {step:>6}   held-out loss {loss:.3f} nats per token ({bits:.2f} bits per byte)"
-            further = (
-                f"{'':>14}loss on {printable(name)} {value:.3f} nats per token" for name, value in others.items()
-            )
-            self.say("\n".join((f"{line}   unigram entropy {self._unigram:.3f}", *further)))
+        self.say(f"step {step:>6}   {found.text}")
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Excludes the time within this context from the tokens per second."""
+        """Excludes the time within this context from the speed."""
         began = time.perf_counter()
         yield
         self._pace.skip(time.perf_counter() - began)
@@ -166,18 +155,18 @@ class _Lines(tqdm):
 
 
 class _Pace:
-    """Measures tokens per second from the end of the first step, which includes warm-up work."""
+    """Measures work per second from the end of the first step, which includes warm-up work."""
 
-    def __init__(self, tokens_per_step: int) -> None:
-        self._tokens_per_step = tokens_per_step
+    def __init__(self, per_step: int) -> None:
+        self._per_step = per_step
         self._ends: tuple[float, float] | None = None  # when the first and the last step ended
         self._steps = 0
 
     @property
-    def tokens_per_s(self) -> float:
+    def per_s(self) -> float:
         if self._ends is None or not self._steps:
             return 0.0
-        return self._steps * self._tokens_per_step / (self._ends[1] - self._ends[0])
+        return self._steps * self._per_step / (self._ends[1] - self._ends[0])
 
     def step(self) -> None:
         now = time.perf_counter()

@@ -20,10 +20,10 @@ from ..data import Corpus
 from ._corpus import read_corpus
 from ._directory import RunDirectory
 from ._divergence import Place
-from ._job import abstract_state, compile_step
+from ._family import Compiled, abstract_state, compile_step
 from ._log import read_log
 from ._meshes import Meshes
-from ._resume import check_tokens
+from ._same_text import check_tokens
 from ._start import vocab_size_of
 from ._train_flags import TrainConfig
 
@@ -176,24 +176,24 @@ def _twice(
     options: Any = _DETERMINISTIC if on_gpu() else None
     with jax.set_mesh(meshes.mesh), use_roles(roles), even_shares():
         like, optimizer = abstract_state(config, model)
-        job = compile_step(config, model, meshes, corpus, like, optimizer, compiler_options=options)
-        return [_run(job, like, checkpoints, begin, step) for _ in range(2)]
+        compiled = compile_step(config, model, meshes, corpus, like, optimizer, compiler_options=options)
+        return [_run(compiled, meshes.mesh, like, checkpoints, begin, step) for _ in range(2)]
 
 
-def _run(job: Any, like: Any, checkpoints: Checkpoints, begin: int, step: int) -> Replayed:
+def _run(compiled: Compiled, mesh: Mesh, like: Any, checkpoints: Checkpoints, begin: int, step: int) -> Replayed:
     state, extra = checkpoints.restore(like, begin)
     at = Place.of_extra(begin, extra)
-    go, losses, norms = never_skip(job.meshes.mesh), [], []
+    go, losses, norms = never_skip(mesh), [], []
     position, made = at.position, begin
     while made < step:
-        state, metrics = job.step(state, job.train.at(position), go)
+        state, metrics = compiled.step(state, compiled.train.at(position), go)
         losses.append(float(metrics["loss"]))
         norms.append(float(metrics["grad_norm"]))
         position += 1
         if bool(metrics["skipped"]) and made + 1 == step:
             break
         made += not bool(metrics["skipped"])
-    devices = tuple(int(device.id) for device in np.asarray(job.meshes.mesh.devices).reshape(-1))
+    devices = tuple(int(device.id) for device in np.asarray(mesh.devices).reshape(-1))
     return Replayed(devices, tuple(losses), tuple(norms), _digest((state.params, state.opt_state)))
 
 

@@ -1,210 +1,68 @@
-"""Writes the heading, the report and the next commands of a run."""
+"""Writes the report of a run."""
 
 from __future__ import annotations
 
-import itertools
-import os
-import shlex
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 
-import jax
 from jax.sharding import Mesh
 
 from ... import hlo
-from ..._foreign import printable
 from ...hlo import columns
-from ...inspect import InspectOptions
-from ...mesh import CP
-from ...models import ModelConfig
-from ..data import DOCUMENTS, Corpus, bits_per_byte, tokens_of
-from ..flags import flag_of, knobs, settings_of
 from ._account import goodput
-from ._held import Held
-from ._job import Job
-from ._log import Record, loss_key
+from ._log import Record
 from ._loop import Outcome
-from ._meshes import Meshes
-from ._samples import block
-from ._train_flags import TrainConfig, padded_seq
+from ._text_block import block
 
 
-def heading(config: TrainConfig, model: ModelConfig, meshes: Meshes, held: Held, corpus: Corpus, unigram: float) -> str:
-    """Returns the heading: model, mesh, state, recipe and text, and the unigram entropy as the loss to beat."""
-    device = jax.devices()[0]
-    kind = "virtual CPU devices" if device.platform == "cpu" else device.device_kind
-    train, held_out = (sum(map(len, side)) for side in (corpus.train, corpus.held_out))
-    packed = ""
-    if corpus.packing == DOCUMENTS:
-        rows = len(corpus.rows(config.seq, config.seed))
-        filled = (tokens_of(corpus.train) - train) / (rows * config.seq)
-        packed = f"rows    {rows:,} of {config.seq} tokens, of whole documents; {1 - filled:.1%} of them is padding\n"
-    seq = padded_seq(config.seq, meshes.mesh.shape)
-    if seq > config.seq:
-        packed += f"padded  rows of {config.seq} tokens to {seq}, which cp x tp divides; no loss counts what is added\n"
-    if config.sample_tokens and meshes.mesh.shape.get(CP, 1) > 1:
-        packed += "samples none: the model writes no text on a mesh with cp\n"
-    return (
-        f"model   {config.title}: {model.param_count():,} parameters, {model.num_layers} layers, {model.dtype}\n"
-        f"mesh    {_devices(meshes)} {kind}"
-        f"{f' of {jax.process_count()} processes' if jax.process_count() > 1 else ''}\n"
-        f"state   {held}\n"
-        f"recipe  {config.quantization.summary}\n"
-        f"text    {corpus.name}: {tokens_of(corpus.train):,} tokens ({corpus.tokenizer.name}) of {_documents(train)}, "
-        f"{tokens_of(corpus.held_out):,} of {_documents(held_out)} held out\n{packed}"
-        f"to beat {unigram:.3f} nats per token: the unigram entropy of held-out tokens under the training text's counts"
-    )
-
-
-def _documents(count: int) -> str:
-    return f"{count} document" if count == 1 else f"{count} documents"
-
-
-def report(job: Job, outcome: Outcome, records: list[Record], unigram: float, causes: dict[str, float]) -> str:
+def report(
+    causes: Mapping[str, float], memory: hlo.Memory, results: Sequence[tuple[str, str]], outcome: Outcome
+) -> str:
     """Returns tables of where the time went, of memory and of results.
 
     Args:
-        job: the run.
-        outcome: how its loop ended.
-        records: the records of its log.
-        unigram: the unigram entropy, in nats per token.
         causes: the seconds of all attempts, by cause.
+        memory: the memory of the step, in bytes per device.
+        results: the rows of the results.
+        outcome: how the loop ended.
     """
-    parts = [_times(causes), job.memory.table(), columns(("result", ""), _result(job, outcome, records, unigram))]
+    parts = [_times(causes), memory.table(), columns(("result", ""), results)]
     if outcome.sample:
-        parts.append(f"what the model writes{_at(outcome.sample_step, outcome)}\n\n{block(outcome.sample)}")
+        written = f"what the model writes{measured_at(outcome.sample_step, outcome)}"
+        parts.append(f"{written}\n\n{block(outcome.sample)}")
     return "\n\n".join(parts)
 
 
-def next_commands(root: Path, config: TrainConfig, model: ModelConfig, mesh: Mesh, *, chats: bool) -> str:
-    """Returns commands to continue with after a run has ended, each after a line that says what it does.
-
-    Args:
-        root: the directory of the run.
-        config: the configuration of the run.
-        model: the configuration of its model.
-        mesh: the mesh of the run.
-        chats: whether the run trained on conversations.
-    """
-    run = shlex.quote(str(root))
-
-    def new(kind: str) -> str:
-        """Returns the first path for an export that does not exist: those of earlier steps may."""
-        paths = (Path(f"{root}-{kind}{f'-{count}' if count else ''}") for count in itertools.count())
-        return shlex.quote(str(next(path for path in paths if not os.path.lexists(path))))
-
-    prompt = shlex.quote("The " if config.data else "def ")
-    speak = ("--chat 'Hello!'", "an answer of the model") if chats else (f"--prompt {prompt}", "text from the model")
-    rows = [
-        (f"gtp-jax generate {run} {speak[0]}", speak[1]),
-        (f"gtp-jax train --resume --out {run} --steps {2 * config.steps}", "train on, as many steps again"),
-    ]
-    if config.adapters is None:
-        rows.append((f"gtp-jax convert export {run} {new('hf')}", "weights for Hugging Face's tools"))
-    else:
-        rows += [
-            (f"gtp-jax convert export --peft {run} {new('peft')}", "the adapters alone, for PEFT"),
-            (f"gtp-jax convert merge {run} {new('merged')}", "a model without adapters"),
-        ]
-    if config.adapters is None and not config.faults.any:  # `inspect` compiles a step that trains the whole model
-        rows.append((f"gtp-jax inspect {_inspected(config, model, mesh)}", "what a step communicates, in bfloat16"))
-    return "\n".join(["", "next:", *(f"  {what}:\n    {command}" for command, what in rows)])
-
-
-def _inspected(config: TrainConfig, model: ModelConfig, mesh: Mesh) -> str:
-    """Returns the flags with which `gtp-jax inspect` compiles a run's step."""
-    chosen = {"seq": padded_seq(config.seq, mesh.shape), "loss_chunk": model.loss_chunk or None}
-    settings, words = {**settings_of(config), **mesh.shape, **chosen}, []
-    for field in knobs(InspectOptions):
-        value = settings.get(field.name)
-        if value is None or value == field.default:
-            continue
-        if isinstance(value, bool):
-            words.append(flag_of(field) if value else f"--no-{flag_of(field).removeprefix('--')}")
-        else:
-            words += [flag_of(field), *map(str, value if isinstance(value, tuple) else (value,))]
-    return shlex.join(words)
-
-
-def _times(causes: dict[str, float]) -> str:
+def _times(causes: Mapping[str, float]) -> str:
     whole = max(1e-9, sum(causes.values()))
     rows = [(name, f"{s:.1f}", f"{s / whole:.1%}") for name, s in sorted(causes.items(), key=lambda item: -item[1])]
-    rows.append(("goodput", "", f"{goodput(causes):.1%}"))
+    rows.append(("goodput", "", f"{goodput(dict(causes)):.1%}"))
     return columns(("time, all attempts", "s", ""), rows, right=(1, 2))
 
 
-def tflops_per_device(job: Job, tokens_per_s: float) -> float:
-    """Returns the TFLOP/s per device. Recomputation is not counted."""
-    tokens = job.config.batch * job.config.seq
-    flops = hlo.step_flops(
-        matmul_params=job.model.matmul_params(),
-        tokens=tokens,
-        layers=job.model.num_layers,
-        seq=job.config.seq,
-        heads=job.model.num_heads,
-        head_dim=job.model.head_dim,
-    )
-    return flops / tokens * tokens_per_s / job.meshes.size / 1e12
+def train_loss(records: Sequence[Record], unit: str) -> list[tuple[str, str]]:
+    """Returns the row of the training loss; none without steps."""
+    last = [record["loss"] for record in records if "loss" in record][-10:]
+    if not last:
+        return []
+    named = f" {unit}" if unit else ""
+    return [("train loss", f"{sum(last) / len(last):.3f}{named}, mean of the last {len(last)} steps")]
 
 
-def _result(job: Job, outcome: Outcome, records: list[Record], unigram: float) -> list[tuple[str, str]]:
-    rows = [
-        ("steps", f"{outcome.step} of {job.config.steps}"),
-        ("parameters", f"{job.model.param_count():,} on {_devices(job.meshes)} devices"),
-        *([("trainable", _trained(job))] if job.config.adapters is not None else []),
-    ]
-    losses = [record["loss"] for record in records if "loss" in record]
-    held_out = [(record["step"], record["held_out"]) for record in records if "held_out" in record]
-    if losses:
-        last = losses[-10:]
-        rows.append(("train loss", f"{sum(last) / len(last):.3f} nats per token, mean of the last {len(last)} steps"))
-    if held_out:
-        step, loss = held_out[-1]
-        shown = f"{_measured(loss, job.corpus.bytes_per_token)}; {_verdict(loss, unigram)}"
-        rows.append(("held-out loss", shown + _at(step, outcome)))
-    for text in job.corpus.evaluated:
-        found = [(record["step"], record[key]) for record in records if (key := loss_key(text.name)) in record]
-        if found:
-            step, loss = found[-1]
-            shown = _measured(loss, text.bytes_per_token) + _at(step, outcome)
-            rows.append((f"loss on {printable(text.name)}", shown))
-    if outcome.tokens_per_s:
-        rows.append(("speed", f"{outcome.tokens_per_s:,.0f} tokens/s"))
-        if jax.default_backend() == "gpu":
-            rows.append(("", f"{tflops_per_device(job, outcome.tokens_per_s):.1f} TFLOP/s a device"))
-    return rows
+def speed(outcome: Outcome, unit: str) -> list[tuple[str, str]]:
+    """Returns the row of the speed; none if it is unknown."""
+    return [("speed", f"{outcome.speed:,.0f} {unit}/s")] if outcome.speed else []
 
 
-def _measured(loss: float, bytes_per_token: float) -> str:
-    return f"{loss:.3f} nats per token, {bits_per_byte(loss, bytes_per_token):.2f} bits per byte"
+def last_of(records: Sequence[Record], name: str) -> tuple[int, float] | None:
+    """Returns the last step at which a number was logged, and the number; `None` if it never was."""
+    return next(((record["step"], record[name]) for record in reversed(records) if name in record), None)
 
 
-def _at(step: int, outcome: Outcome) -> str:
+def measured_at(step: int, outcome: Outcome) -> str:
     """Returns where a loss was measured, unless it was after the last step."""
     return "" if step == outcome.step else f" (at step {step}; not measured since)"
 
 
-def _trained(job: Job) -> str:
-    adapters = job.config.adapters
-    assert adapters is not None
-    return (
-        f"{job.trained:,} parameters, of adapters of rank {adapters.rank}, alpha {adapters.alpha:g}; the rest is frozen"
-    )
-
-
-def _verdict(held_out: float, unigram: float) -> str:
-    if held_out < unigram:
-        return f"{unigram - held_out:.3f} below the unigram entropy, {unigram:.3f}"
-    return f"not yet below the unigram entropy, {unigram:.3f}"
-
-
-def _devices(meshes: Meshes) -> str:
-    """Returns a description of the meshes, and their number of devices."""
-    if meshes.replicas is None or meshes.replicas.plan.uniform:
-        return f"{_mesh(meshes.mesh)}, {meshes.mesh.size}"
-    pairs = zip(meshes.replicas.plan.replicas, meshes.replicas.meshes, strict=True)
-    each = "; ".join(f"gtp {mesh.shape['gtp']} x tp {r.tp} on {r.batch} sequences" for r, mesh in pairs)
-    return f"replicas of {each}; masters on {_mesh(meshes.mesh)}; {len(meshes.replicas.plan.active)}"
-
-
-def _mesh(mesh: Mesh) -> str:
+def mesh_in_words(mesh: Mesh) -> str:
+    """Returns the degrees of a mesh, such as `gtp 4 x tp 2`."""
     return " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())

@@ -10,9 +10,7 @@ from typing import Any
 import jax
 
 from ...checkpoint import Checkpoints, DamagedCheckpoint
-from ...models import Origin
 from ...train import TrainState
-from ..data import Corpus
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,19 +21,22 @@ class Resumed:
         state: the train state.
         extra: the `extra` that was saved with the state.
         step: the number of updates made.
-        origin: the Hugging Face model that the run's parameters come from.
         set_aside: renames the steps after `step`, and prints a message; every process must call it.
     """
 
     state: TrainState
     extra: dict[str, Any]
     step: int
-    origin: Origin
     set_aside: Callable[[], None]
 
 
 def resume_from(
-    source: Checkpoints, like: TrainState, at: int | None, corpus: Corpus, seq: int, *, in_memory: bool
+    source: Checkpoints,
+    like: TrainState,
+    at: int | None,
+    check: Callable[[Mapping[str, Any]], None],
+    *,
+    in_memory: bool,
 ) -> Resumed | None:
     """Restores the state; `None` if there is no step. Changes no file.
 
@@ -45,15 +46,14 @@ def resume_from(
         source: the checkpoints of the run, or its snapshots.
         like: the shapes and shardings of the state.
         at: the step to restore; by default, the latest that is not damaged.
-        corpus: the text of the run.
-        seq: the number of tokens per row.
+        check: refuses the `extra` of a checkpoint that the run cannot continue from.
         in_memory: whether the steps are snapshots. If so, the latest is restored; the supervisor drops it if it is
             damaged.
 
     Raises:
         FileNotFoundError: if there is no step `at`.
-        ValueError: if the checkpoint is from another model or was trained on other text; or if step `at`, or every
-            step, is damaged.
+        ValueError: if the checkpoint is from another model, `check` refuses it, or step `at`, or every step, is
+            damaged.
         OSError: if files cannot be read, after several attempts.
     """
     damaged: dict[int, DamagedCheckpoint] = {}
@@ -74,14 +74,7 @@ def resume_from(
             raise ValueError(
                 f"all checkpoints of the run are damaged: steps {sorted(damaged)}. The latest: {error}"
             ) from error
-    check_tokens(
-        extra,
-        corpus,
-        seq,
-        ", or --data or --tokenizer names another one. Resume with the original text and tokenizer, or start a new "
-        "run with another --out.",
-    )
-    origin = Origin.of(extra, source.files(step), f"the checkpoint of step {step}")
+    check(extra)
     for one, error in damaged.items():
         _say(f"step {one} is damaged: {'; '.join(error.lines[:3])}{'; ...' if len(error.lines) > 3 else ''}")
 
@@ -90,37 +83,7 @@ def resume_from(
         if kept:
             _say(f"continuing from step {step}; later steps are set aside: {', '.join(kept)}")
 
-    return Resumed(state, extra, step, origin, set_aside)
-
-
-def check_tokens(extra: Mapping[str, Any], corpus: Corpus, seq: int, remedy: str) -> None:
-    """Checks that a run's tokens are the ones that its checkpoint was trained on.
-
-    Args:
-        extra: the `extra` that was saved with the checkpoint.
-        corpus: the text of the run.
-        seq: the number of tokens per row.
-        remedy: the end of the message.
-
-    Raises:
-        ValueError: if the tokens, or the way in which documents are packed, have changed; the message names the text.
-    """
-    if extra["text"] != corpus.fingerprint:
-        older = (
-            f" Or the run was started by an older version of gtp_jax, which also read {' and '.join(corpus.unread)}; "
-            "these are now left out. Continue with that version."
-        )
-        raise ValueError(
-            f"the tokens of {corpus.name} by the tokenizer {corpus.tokenizer.name} differ from those that this run "
-            "was trained on: the content of the text or of the tokenizer has "
-            f"changed{remedy}{older if corpus.unread else ''}"
-        )
-    if extra.get("packing") != corpus.packing_digest(seq):
-        raise ValueError(
-            f"the rows of {corpus.name} differ from those that this run was trained on, because documents are packed "
-            "differently. Resume with the original --seq, --packing and --data, or start a new run with another "
-            "--out."
-        )
+    return Resumed(state, extra, step, set_aside)
 
 
 def _say(text: str) -> None:

@@ -1,69 +1,45 @@
-"""Lets the model write text while it is trained."""
+"""Lets a language model write text while it is trained."""
 
 from __future__ import annotations
 
-import textwrap
-
-import jax
 import numpy as np
 
 from ...generation import generate
-from ...mesh import CP
+from ...models import ModelConfig
 from ...train import TrainState
-from .._exit_codes import out_of_memory
-from ..data import Documents
-from ._job import Job
+from ..data import Corpus, Documents
+from ._train_flags import TrainConfig
 
 # The number of tokens of the first held-out document that the model continues, and the sampling temperature.
 _PROMPT_TOKENS = 24
 _TEMPERATURE = 0.8
 
 
-class Samples:
-    """Lets the model continue the beginning of the held-out text.
+def sample(config: TrainConfig, model: ModelConfig, corpus: Corpus, state: TrainState) -> str:
+    """Returns how the model in this state continues the beginning of the held-out text. Every process must call this.
 
     Args:
-        job: the run.
-        wanted: whether to write text if the configuration asks for it.
-
-    Attributes:
-        wanted: whether to write text. False with replicas of unequal degree, which share no mesh; on a mesh that
-            divides sequences, where `generate` does not run; and once the devices have had too little memory for it.
-        last: the latest text, including its prompt; empty before the first.
+        config: the configuration of the run.
+        model: the configuration of the model.
+        corpus: the text.
+        state: the state.
     """
-
-    def __init__(self, job: Job, *, wanted: bool) -> None:
-        self._job = job
-        uniform = job.meshes.plan is None or job.meshes.plan.uniform
-        whole = job.meshes.mesh.shape.get(CP, 1) == 1
-        self.wanted = wanted and bool(job.config.sample_tokens) and uniform and whole
-        self.last = ""
-
-    def of(self, state: TrainState) -> str:
-        """Returns a text that the model writes in this state. Every process must call this."""
-        job, tokenizer = self._job, self._job.corpus.tokenizer
-        held_out = next(one for one in job.corpus.held_out if len(one.tokens))
-        prompt = _begin(held_out, tokenizer.separator, job.config.seq)
-        ending = [] if job.corpus.chat is None else [job.corpus.chat.template.ending]
-        options = {"temperature": _TEMPERATURE, "seed": job.config.seed}
-        try:
-            found = generate(
-                state.model(),
-                prompt[None],
-                max_new_tokens=job.config.sample_tokens,
-                stop=[tokenizer.separator, *ending],
-                tokenizer=tokenizer,
-                vocab_size=min(job.corpus.vocab_size, job.model.vocab_size),
-                **options,
-            )
-        except jax.errors.JaxRuntimeError as error:
-            if not out_of_memory(error):
-                raise
-            self.wanted = False
-            return "(no text: there is not enough memory next to the state; --sample-tokens 0 turns samples off)"
-        new = found.tokens[0, : found.lengths[0]]
-        self.last = tokenizer.decode([*prompt.tolist(), *new.tolist()])
-        return self.last
+    tokenizer = corpus.tokenizer
+    held_out = next(one for one in corpus.held_out if len(one.tokens))
+    prompt = _begin(held_out, tokenizer.separator, config.seq)
+    ending = [] if corpus.chat is None else [corpus.chat.template.ending]
+    found = generate(
+        state.model(),
+        prompt[None],
+        max_new_tokens=config.sample_tokens,
+        stop=[tokenizer.separator, *ending],
+        tokenizer=tokenizer,
+        vocab_size=min(corpus.vocab_size, model.vocab_size),
+        temperature=_TEMPERATURE,
+        seed=config.seed,
+    )
+    new = found.tokens[0, : found.lengths[0]]
+    return tokenizer.decode([*prompt.tolist(), *new.tolist()])
 
 
 def _begin(documents: Documents, separator: int, most: int) -> np.ndarray:
@@ -76,10 +52,3 @@ def _begin(documents: Documents, separator: int, most: int) -> np.ndarray:
     begin = np.asarray(documents.tokens[:_PROMPT_TOKENS], np.int64)
     ends = np.flatnonzero(begin == separator)
     return begin[: ends[0]] if ends.size and ends[0] else begin
-
-
-def block(text: str) -> str:
-    """Returns a text as it is displayed: with a bar before each line, and without characters that could control a
-    terminal."""
-    shown = (c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text.expandtabs(4))
-    return textwrap.indent("".join(shown), "  | ", lambda _: True)

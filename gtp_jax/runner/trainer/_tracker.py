@@ -67,10 +67,10 @@ def open_trackers(names: Collection[str], root: Path, step: int, settings: Mappi
     return [makers[name]() for name in names]
 
 
-def delete_tracked(names: Collection[str], root: Path) -> None:
-    """Deletes what trackers have written for a run that is being replaced."""
-    for name in names:
-        if (root / name).is_dir() and not (root / name).is_symlink():
+def delete_tracked(names: Collection[Any], root: Path) -> None:
+    """Deletes what trackers have written for a run that is being replaced. Ignores names of no tracker."""
+    for name in TRACKERS:
+        if name in names and (root / name).is_dir() and not (root / name).is_symlink():
             shutil.rmtree(root / name)
 
 

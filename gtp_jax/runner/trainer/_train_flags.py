@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from ... import __version__
-from ..._foreign import read_json
 from ..._words import CP, DOCUMENTS, PACKINGS, PRESET_NAMES, STREAM, TOKEN_DTYPES, TP, SequenceExchange
 from ..flags import (
-    VERSION_KEY,
     AdapterOptions,
     Execution,
     ExpertOptions,
@@ -30,8 +26,8 @@ from ..flags import (
     piece,
     settings_of,
 )
+from ._config_file import PROGRAM, not_of_a_run, read_config, write_config
 from ._divergence import Divergence
-from ._own_file import replacing
 from ._tracker import TRACKERS
 
 if TYPE_CHECKING:
@@ -500,24 +496,7 @@ class TrainConfig:
 
     def save(self, path: Path) -> None:
         """Writes the configuration as JSON."""
-        new = self.draft(path)  # if the process is killed here, the old file remains
-        with replacing(new) as file:
-            file.write(f"{json.dumps({VERSION_KEY: __version__, **settings_of(self)}, indent=2)}\n".encode())
-        new.replace(path)
-
-    @staticmethod
-    def draft(path: Path) -> Path:
-        """Returns the path of the new file that `save` writes first, and with which it then replaces the old one."""
-        return path.with_name(f"{path.name}.new")
-
-    @classmethod
-    def is_in(cls, path: Path) -> bool:
-        """Returns whether `save`, of any version, wrote the file."""
-        try:
-            settings = read_json(path)
-        except (ValueError, OSError):
-            return False
-        return isinstance(settings, dict) and VERSION_KEY in settings
+        write_config(path, settings_of(self))
 
     @classmethod
     def load(cls, path: Path) -> TrainConfig:
@@ -526,12 +505,13 @@ class TrainConfig:
         Raises:
             ValueError: if the file is not one that `save` wrote.
         """
-        try:
-            settings = read_json(path)
-            settings.pop(VERSION_KEY)
-            return from_settings(cls, settings)
-        except (TypeError, KeyError, AttributeError, ValueError) as error:
+        settings = read_config(path)
+        if (program := settings.get(PROGRAM)) is not None:
             raise ValueError(
-                f"{path} is not the configuration of a run of gtp-jax ({error}). Choose another --out, or move "
-                "the file."
-            ) from error
+                f"{path} is of a run of `gtp_jax.Trainer`, which only its program can continue: `run(resume=True)` in "
+                f"{program}."
+            )
+        try:
+            return from_settings(cls, settings)
+        except (TypeError, AttributeError, ValueError) as error:
+            raise not_of_a_run(path, error) from error
