@@ -11,6 +11,7 @@ ABOVE = {
     "gtp_jax.nn": ("MLP", "Attention", "Dense", "Embed", "Param", "Stack", "cross_entropy", "init"),
     "gtp_jax.recipes": ("FP8", "MXFP8", "NVFP4", "use_recipe"),
     "gtp_jax.runner.launch": ("distributed",),
+    "gtp_jax.runner.trainer": ("Trainer",),
     "gtp_jax.train": ("TrainState", "eval_step", "train_step"),
 }
 # the packages for users; the others can be imported too, but `dir` does not show them

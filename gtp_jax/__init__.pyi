@@ -33,6 +33,7 @@ from .recipes import MXFP8 as MXFP8
 from .recipes import NVFP4 as NVFP4
 from .recipes import use_recipe as use_recipe
 from .runner.launch import distributed as distributed
+from .runner.trainer import Trainer as Trainer
 from .train import TrainState as TrainState
 from .train import eval_step as eval_step
 from .train import train_step as train_step

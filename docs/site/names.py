@@ -31,6 +31,7 @@ NAMES = {
     ),
     "recipes": ("FP8", "FP8Delayed", "FP8Blocks", "MXFP8", "NVFP4", "BF16", "Recipe", "use_recipe"),
     "runner.launch": ("distributed",),
+    "runner.trainer": ("Trainer", "Report"),
     "train": (
         *("TrainState", "train_step", "eval_step", "loss_and_gradients", "check", "check_finite", "diagnose"),
         *("per_layer", "as_count", "compile_options"),

@@ -59,6 +59,7 @@ from ._placement import placement_of as placement_of
 from ._quantized import quantized as quantized
 from ._scope import recipe_of_step as recipe_of_step
 from ._scope import without_hook as without_hook
+from ._shard import has_weights_to_shard as has_weights_to_shard
 from ._shard import shard as shard
 from ._sources import inputs_returned as inputs_returned
 from ._unit import call_with_weights as call_with_weights

@@ -165,6 +165,15 @@ def shard[M: nnx.Module](
     return model
 
 
+def has_weights_to_shard(model: nnx.Module, min_size: int = 1 << 14) -> bool:
+    """Returns whether a model is not sharded yet, and has a weight that `shard` would shard: one of at least `min_size`
+    elements outside of gtp_jax's own layers."""
+    if any(kind_of(module) is not None for _, module in nnx.iter_modules(model)):
+        return False
+    own = of_own_layers(model)
+    return any(id(v) not in own and is_weight(v, min_size) for v in variables_of(model).values())
+
+
 def _placements(nodes: Mapping[ModulePath, Any]) -> Placements:
     """Returns the placements in the metadata of variables, with the paths of the variables.
 

@@ -19,7 +19,18 @@ MOVED = {name: room for room, names in OLD_NAMES.items() for name in names}
 # What `gtp_jax` has, besides its packages.
 NAMES = {
     *("make_mesh", "shard", "Dense", "Embed", "Attention", "MLP", "Stack", "Param", "init", "TrainState", "train_step"),
-    *("eval_step", "cross_entropy", "Checkpoints", "FP8", "MXFP8", "NVFP4", "use_recipe", "explain", "distributed"),
+    *(
+        "eval_step",
+        "cross_entropy",
+        "Checkpoints",
+        "FP8",
+        "MXFP8",
+        "NVFP4",
+        "use_recipe",
+        "explain",
+        "distributed",
+        "Trainer",
+    ),
 }
 
 # Imports `nn` as `gtp_jax` does, but without what `gtp_jax` imports besides.

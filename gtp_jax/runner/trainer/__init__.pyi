@@ -26,6 +26,8 @@ from ._train_flags import BYTE_TOKENS as BYTE_TOKENS
 from ._train_flags import VIRTUAL_DEVICES as VIRTUAL_DEVICES
 from ._train_flags import TrainConfig as TrainConfig
 from ._train_flags import default_lr as default_lr
+from ._trainer import Report as Report
+from ._trainer import Trainer as Trainer
 from ._watch import Activity as Activity
 from ._watch import Supervision as Supervision
 from ._watch import Watch as Watch

@@ -1,0 +1,45 @@
+"""Compiles a step for the shapes of the batches that it gets."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from ...train import TrainState
+from ._job import Metrics
+
+
+class Programs:
+    """A step that is compiled once for each structure, shapes and dtypes of a batch.
+
+    Args:
+        step: what `train_step` returned.
+        say: is told of each program but the first.
+
+    Attributes:
+        compile_s: the time that compilation has taken, in seconds.
+    """
+
+    def __init__(self, step: Any, say: Callable[[str], None]) -> None:
+        self._step, self._say = step, say
+        self._programs: dict[Any, jax.stages.Compiled] = {}
+        self.compile_s = 0.0
+
+    def compiled(self, state: TrainState, batch: Any, skip: jax.Array) -> jax.stages.Compiled:
+        """Returns the program for a batch."""
+        key = jax.tree.structure(batch), tuple((x.shape, np.dtype(x.dtype)) for x in jax.tree.leaves(batch))
+        if key not in self._programs:
+            if self._programs:
+                self._say("a batch has other shapes than those before: compiling another program")
+            began = time.perf_counter()
+            self._programs[key] = self._step.lower(state, batch, skip).compile()
+            self.compile_s += time.perf_counter() - began
+        return self._programs[key]
+
+    def __call__(self, state: TrainState, batch: Any, skip: jax.Array) -> tuple[TrainState, Metrics]:
+        """Runs the step."""
+        return self.compiled(state, batch, skip)(state, batch, skip)
