@@ -107,7 +107,7 @@ def wait_until(condition: Callable[[], bool], run: subprocess.Popen[str], second
 def read_records(out: Path) -> list[dict[str, Any]]:
     """The log of a run, without what depends on the clock."""
     records = read_log(out / "log.jsonl")
-    return [{k: v for k, v in record.items() if k != "tokens_per_s"} for record in records]
+    return [{k: v for k, v in record.items() if not k.endswith("_per_s")} for record in records]
 
 
 def logged(out: Path, step: int) -> bool:

@@ -79,6 +79,8 @@ def supervise(
             "--process-id, --local-devices and --join-timeout, and start it once, without srun or mpirun."
         )
     config, directory, _ = resolve(settings, resume=resume, force=force)
+    if config.model_ is not None:
+        raise ValueError("`--elastic` applies only to models of gtp_jax. Remove --elastic, or --model.")
     if config.faults.any:
         raise ValueError(
             "`--elastic` detects lost devices itself. Remove --failed-devices and --replica-batches; if the run was "

@@ -16,13 +16,13 @@ from ._train_flags import TrainConfig, names_file
 
 
 def describe(
-    config: TrainConfig, corpus: Corpus, *, resume: bool, force: bool, at: int | None, order: Mapping[str, Any]
+    config: TrainConfig, corpus: Corpus | None, *, resume: bool, force: bool, at: int | None, order: Mapping[str, Any]
 ) -> Description:
     """Returns everything that must be the same in all processes of a run, by name, as JSON values.
 
     Args:
         config: the configuration of the run.
-        corpus: the text of the run.
+        corpus: the text of the run; `None` if it has none.
         resume: whether to continue the run in its directory.
         force: whether to replace the run in its directory.
         at: the step to resume from; `None` for the latest.
@@ -36,8 +36,8 @@ def describe(
         "--force": force,
         "--step": at,
         **order,
-        "what is in the text": corpus.fingerprint,
-        "what is in --eval-data": [text.fingerprint for text in corpus.evaluated],
+        "what is in the text": corpus and corpus.fingerprint,
+        "what is in --eval-data": corpus and [text.fingerprint for text in corpus.evaluated],
         "what is in the tokenizer": digest(Path(config.tokenizer)) if names_file(config.tokenizer) else None,
         "what is in the chat template": digest(Path(config.chat_template)) if config.chat_template else None,
         "what is in --from": _start(config.from_) if config.from_ and not resume else None,

@@ -13,13 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import Mesh
 
 from ... import hlo
-from ..._foreign import printable
 from ...checkpoint import MAX_FILE_BYTES, Checkpoints
 from ...layout import even_shares
 from ...mesh import CP, check_degrees, device_memory, on_gpu, use_roles
@@ -37,7 +34,7 @@ from ...nonuniform import Batches, NonuniformStep, with_whole_sequences
 from ...ops import check_ids
 from ...train import Loss, TrainState, diagnose, eval_step, never_skip, train_step
 from .._compiled import keep_compiled
-from ..data import BYTES, Corpus, Loader, bits_per_byte, unigram_entropy
+from ..data import BYTES, Corpus, Loader
 from ..launch import Launch
 from ._agreement import check_devices
 from ._directory import RunDirectory
@@ -45,17 +42,19 @@ from ._divergence import Place
 from ._family_report import UNIT, heading, next_commands, results
 from ._held import check_held_fits, held_of
 from ._job import Evaluation, Job, Metrics
-from ._log import HELD_OUT, Record, loss_key
+from ._log import Record
 from ._loop import Outcome
 from ._loss_chunk import choose_loss_chunk
 from ._meshes import Meshes, ReplicaLoader, make_meshes, without_sequence_parallelism
-from ._optimizer import learning_rate, optimizer_of
+from ._optimizer import learning_rate, on_this_process, optimizer_of
+from ._programs import memory_of
 from ._resume import resume_from
-from ._same_text import check_tokens, stored_text
+from ._same_text import check_same_text, stored_text
 from ._samples import sample
 from ._settings_task import SettingsTask
 from ._start import check_fits, check_terms, start_from, take_codes_from, vocab_size_of
 from ._task import Baseline, Begin
+from ._texts import evaluate_texts, held_out_loaders, unigram_of
 from ._train_flags import TrainConfig, names_file
 from ._watch import Supervision, Watch
 
@@ -104,8 +103,7 @@ class FamilyTask(SettingsTask):
     @functools.cached_property
     def _unigram(self) -> float:
         """The unigram entropy, in nats per token."""
-        train, held_out = ([one.counted for one in side] for side in (self.corpus.train, self.corpus.held_out))
-        return unigram_entropy(train, held_out, self.corpus.vocab_size)
+        return unigram_of(self.corpus)
 
     def heading(self) -> str:
         """Returns the lines to print before the run."""
@@ -123,7 +121,7 @@ class FamilyTask(SettingsTask):
             watch.doing("restore")
         resumed = None
         if begin.resume:
-            check = functools.partial(check_tokens, corpus=corpus, seq=config.seq, remedy=_OTHER_TEXT)
+            check = functools.partial(check_same_text, corpus=corpus, seq=config.seq)
             resumed = resume_from(source, like, begin.at, check, in_memory=source is not checkpoints)
         place, origin = Place(0, 0), Origin()
         if resumed is not None:
@@ -189,14 +187,11 @@ class FamilyTask(SettingsTask):
     @functools.cached_property
     def _held_out(self) -> dict[str, Loader]:
         """The batches of texts that are not trained on, by the name of their loss in the log."""
-        corpus, seq, seed = self.corpus, self.config.seq, self.config.seed
-        rows = {HELD_OUT: corpus.held_out_rows(seq, seed)}
-        rows |= {loss_key(text.name): corpus.rows_of(text, seq, seed) for text in corpus.evaluated}
-        return {name: self.meshes.held_out_loader(each, self.config.batch) for name, each in rows.items()}
+        return held_out_loaders(self.config, self.corpus, self.meshes)
 
     def _evaluate(self, evaluate: Callable[[TrainState, Any], Metrics], state: TrainState) -> Evaluation:
-        of_text = functools.partial(text_loss, functools.partial(evaluate, state), self.config.eval_batches)
-        return text_evaluation(self.corpus, self._unigram, {k: of_text(v) for k, v in self._held_out.items()})
+        one = functools.partial(evaluate, state)
+        return evaluate_texts(self.config, self.corpus, self._held_out, self._unigram, one)
 
     def _check_ids(self, batch: Any) -> None:
         """Refuses ids outside the vocabulary: they make the loss NaN, and are a mistake in the text."""
@@ -235,51 +230,6 @@ class FamilyTask(SettingsTask):
         """Returns commands to continue with."""
         root, chats = RunDirectory.of(self.config.out).root, self.corpus.chat is not None
         return next_commands(root, self.config, self.model, self.meshes.mesh, chats=chats)
-
-
-_OTHER_TEXT = (
-    ", or --data or --tokenizer names another one. Resume with the original text and tokenizer, or start a new run "
-    "with another --out."
-)
-
-
-def text_loss(evaluate: Callable[[Any], Metrics], batches: int, loader: Loader) -> float:
-    """Returns the mean loss per token over the first batches of a text: the same batches every time.
-
-    Args:
-        evaluate: evaluates one batch.
-        batches: the number of batches, `eval_batches`.
-        loader: the batches of the text.
-
-    Raises:
-        ValueError: if the loss counts none of their tokens.
-    """
-    whole = -(-len(loader.windows) // loader.batch)
-    evaluations = [evaluate(batch) for batch in loader.steps(0, min(batches, whole))]
-    tokens = [float(metrics["tokens"]) for metrics in evaluations]
-    if not sum(tokens):
-        raise ValueError(
-            f"the first {len(tokens)} evaluation batches contain no answers, and the loss counts only answers. "
-            "Use more --eval-batches, a larger --seq, or --loss-on all."
-        )
-    return float(np.dot([float(metrics["loss"]) for metrics in evaluations], tokens) / sum(tokens))
-
-
-def text_evaluation(corpus: Corpus, unigram: float, losses: dict[str, float]) -> Evaluation:
-    """Returns what an evaluation on texts has found, next to the unigram entropy.
-
-    Args:
-        corpus: the text.
-        unigram: the unigram entropy, in nats per token.
-        losses: the loss on each text, in nats per token, by its name in the log.
-    """
-    loss = losses[HELD_OUT]
-    bits = bits_per_byte(loss, corpus.bytes_per_token)
-    lines = [f"held-out loss {loss:.3f} {UNIT} ({bits:.2f} bits per byte)   unigram entropy {unigram:.3f}"]
-    for text in corpus.evaluated:
-        lines.append(f"{'':>14}loss on {printable(text.name)} {losses[loss_key(text.name)]:.3f} {UNIT}")
-    values = {HELD_OUT: loss, "bits_per_byte": bits, **{k: v for k, v in losses.items() if k != HELD_OUT}}
-    return Evaluation(values, loss, {"held out": f"{loss:.3f}"}, "\n".join(lines))
 
 
 def _degrees(config: TrainConfig, supervision: Supervision | None) -> dict[str, int]:
@@ -390,21 +340,3 @@ def _on_core(
     """Evaluates a batch on the core, whose tensor-parallel degree need not divide sequences. Returns the metrics in all
     processes."""
     return tell(evaluate(dataclasses.replace(state, model_def=model_def), batch))
-
-
-def on_this_process(schedule: optax.Schedule, step: int) -> float:
-    """Returns a schedule's value, computed on a device of this process, which may have none in the mesh in scope."""
-    with jax.set_mesh(Mesh(np.array(jax.local_devices()[:1]), ("local",))):
-        return float(np.asarray(schedule(step)))
-
-
-def memory_of(programs: dict[str, jax.stages.Compiled], state: TrainState) -> hlo.Memory:
-    """Returns the memory of the program that takes the state, in bytes per device."""
-    takes_state = next((program for name, program in programs.items() if name in ("one step", "update")), None)
-    if takes_state is None:  # in a process that holds no part of the state
-        return hlo.Memory(0, 0, 0, 0, 0, 0)
-    own: Any = {"params": state.params, "opt_state": state.opt_state}
-    if "one step" in programs:
-        return hlo.memory(takes_state, **own, frozen=state.frozen)
-    # the update of replicas does not take frozen weights, which their own programs do
-    return dataclasses.replace(hlo.memory(takes_state, **own), frozen_bytes=hlo.bytes_per_device(state.frozen))

@@ -33,12 +33,7 @@ def heading(config: TrainConfig, model: ModelConfig, meshes: Meshes, held: Held,
     """Returns the heading: model, mesh, state, recipe and text, and the unigram entropy as the loss to beat."""
     device = jax.devices()[0]
     kind = "virtual CPU devices" if device.platform == "cpu" else device.device_kind
-    train, held_out = (sum(map(len, side)) for side in (corpus.train, corpus.held_out))
-    packed = ""
-    if corpus.packing == DOCUMENTS:
-        rows = len(corpus.rows(config.seq, config.seed))
-        filled = (tokens_of(corpus.train) - train) / (rows * config.seq)
-        packed = f"rows    {rows:,} of {config.seq} tokens, of whole documents; {1 - filled:.1%} of them is padding\n"
+    packed = _packed(config, corpus)
     seq = padded_seq(config.seq, meshes.mesh.shape)
     if seq > config.seq:
         packed += f"padded  rows of {config.seq} tokens to {seq}, which cp x tp divides; no loss counts what is added\n"
@@ -50,10 +45,34 @@ def heading(config: TrainConfig, model: ModelConfig, meshes: Meshes, held: Held,
         f"{f' of {jax.process_count()} processes' if jax.process_count() > 1 else ''}\n"
         f"state   {held}\n"
         f"recipe  {config.quantization.summary}\n"
+        f"{text_in_words(config, corpus, unigram, packed)}"
+    )
+
+
+def text_in_words(config: TrainConfig, corpus: Corpus, unigram: float, rows: str | None = None) -> str:
+    """Returns the lines of the heading about the text, and the unigram entropy as the loss to beat.
+
+    Args:
+        config: the configuration of the run.
+        corpus: the text.
+        unigram: the unigram entropy, in nats per token.
+        rows: the lines about its rows; by default, those of rows that are not padded.
+    """
+    train, held_out = (sum(map(len, side)) for side in (corpus.train, corpus.held_out))
+    rows = _packed(config, corpus) if rows is None else rows
+    return (
         f"text    {corpus.name}: {tokens_of(corpus.train):,} tokens ({corpus.tokenizer.name}) of {_documents(train)}, "
-        f"{tokens_of(corpus.held_out):,} of {_documents(held_out)} held out\n{packed}"
+        f"{tokens_of(corpus.held_out):,} of {_documents(held_out)} held out\n{rows}"
         f"to beat {unigram:.3f} nats per token: the unigram entropy of held-out tokens under the training text's counts"
     )
+
+
+def _packed(config: TrainConfig, corpus: Corpus) -> str:
+    if corpus.packing != DOCUMENTS:
+        return ""
+    rows = len(corpus.rows(config.seq, config.seed))
+    filled = (tokens_of(corpus.train) - sum(map(len, corpus.train))) / (rows * config.seq)
+    return f"rows    {rows:,} of {config.seq} tokens, of whole documents; {1 - filled:.1%} of them is padding\n"
 
 
 def _documents(count: int) -> str:
@@ -81,7 +100,7 @@ def next_commands(root: Path, config: TrainConfig, model: ModelConfig, mesh: Mes
     speak = ("--chat 'Hello!'", "an answer of the model") if chats else (f"--prompt {prompt}", "text from the model")
     rows = [
         (f"gtp-jax generate {run} {speak[0]}", speak[1]),
-        (f"gtp-jax train --resume --out {run} --steps {2 * config.steps}", "train on, as many steps again"),
+        (resume_command(root, config), "train on, as many steps again"),
     ]
     if config.adapters is None:
         rows.append((f"gtp-jax convert export {run} {new('hf')}", "weights for Hugging Face's tools"))
@@ -93,6 +112,11 @@ def next_commands(root: Path, config: TrainConfig, model: ModelConfig, mesh: Mes
     if config.adapters is None and not config.faults.any:  # `inspect` compiles a step that trains the whole model
         rows.append((f"gtp-jax inspect {_inspected(config, model, mesh)}", "what a step communicates, in bfloat16"))
     return "\n".join(["", "next:", *(f"  {what}:\n    {command}" for command, what in rows)])
+
+
+def resume_command(root: Path, config: TrainConfig) -> str:
+    """Returns the command that trains a run on, for as many steps again."""
+    return f"gtp-jax train --resume --out {shlex.quote(str(root))} --steps {2 * config.steps}"
 
 
 def _inspected(config: TrainConfig, model: ModelConfig, mesh: Mesh) -> str:

@@ -26,12 +26,12 @@ from ._agreement import check_devices
 from ._any_model import AnyModel
 from ._directory import RunDirectory
 from ._divergence import Place
-from ._family import memory_of, on_this_process
 from ._held import Held, check_held_fits, held_of
 from ._job import Evaluation, Job, Metrics, Source
 from ._log import Record
 from ._loop import Outcome
-from ._programs import Programs
+from ._optimizer import on_this_process
+from ._programs import Programs, memory_of
 from ._report import mesh_in_words, speed, train_loss
 from ._resume import resume_from
 from ._task import Begin, Task
@@ -68,11 +68,12 @@ class Definition:
         loss: the loss, as in `train_step`.
         optimizer: makes the optimizer of a model.
         source: the batches to train on.
-        data: the data, in words.
+        data: the lines of the heading about the data.
         evaluate: evaluates a model, given a function that evaluates one batch; `None` for no evaluations.
         per_step: the amount of work of a step, and its unit.
         schedule: the learning rate by the number of updates made, for the log; `None` if it is unknown.
         recipe: the recipe, as in `train_step`.
+        recipe_in_words: the recipe, for people.
         view: the view of the loss, as in `train_step`.
         microbatches: as in `train_step`.
         max_grad_norm: as in `train_step`.
@@ -90,6 +91,7 @@ class Definition:
     per_step: tuple[int, str]
     schedule: Callable[[Any], Any] | None
     recipe: Recipe | None
+    recipe_in_words: str
     view: View
     microbatches: int
     max_grad_norm: float | None
@@ -164,13 +166,12 @@ class ModelTask(Task):
         what, device = self.definition, jax.devices()[0]
         kind = "virtual CPU devices" if device.platform == "cpu" else device.device_kind
         processes = f" of {jax.process_count()} processes" if jax.process_count() > 1 else ""
-        recipe = "bf16" if what.recipe is None else type(what.recipe).__name__
         return (
             f"model   {what.model.name}\n"
             f"mesh    {mesh_in_words(self.mesh)}, {self.mesh.size} {kind}{processes}\n"
             f"state   {self._held}\n"
-            f"recipe  {recipe}\n"
-            f"data    {what.data}"
+            f"recipe  {what.recipe_in_words}\n"
+            f"{what.data}"
         )
 
     def prepare(

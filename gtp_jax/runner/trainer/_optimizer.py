@@ -6,9 +6,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import optax
 import optax.contrib
 from flax import nnx
+from jax.sharding import Mesh
 
 from ...mesh import with_paths
 from ...nn import split_model
@@ -22,6 +24,9 @@ _B1, _B2 = 0.9, 0.95
 
 # The typical RMS of AdamW's updates in training, to which Muon's updates are scaled (arXiv 2502.16982).
 _RMS_OF_ADAM = 0.2
+
+# The names that Flax gives to vectors, which have several dimensions where heads or experts are counted.
+_VECTORS = ("bias", "scale")
 
 
 class _Parts(NamedTuple):
@@ -58,32 +63,51 @@ def learning_rate(config: TrainConfig) -> optax.Schedule:
     return optax.join_schedules(parts, ends)
 
 
+def on_this_process(schedule: optax.Schedule, step: int) -> float:
+    """Returns a schedule's value, computed on a device of this process, which may have none in the mesh in scope."""
+    with jax.set_mesh(Mesh(np.array(jax.local_devices()[:1]), ("local",))):
+        return float(np.asarray(schedule(step)))
+
+
 def optimizer_of(config: TrainConfig, model: nnx.Module) -> optax.GradientTransformation:
     """Returns the optimizer that the configuration names, with a weight average if it asks for one.
 
     Weight decay applies only to matrices.
     """
-    parts = _parts(model)
+    parts = _parts(model, of_others=config.model_ is not None)
     optimizer = _MAKERS[config.optimizer](learning_rate(config), config.weight_decay, parts)
     return optimizer if config.average is None else averaged(optimizer, config.average, parts.moved)
 
 
-def _parts(model: nnx.Module) -> _Parts:
-    # Matrices are the gathered weights and the adapters; norm scales, biases and routers are not, even where a stack of
-    # layers gives them two dimensions.
-    model_def = split_model(model)[0]
+def _parts(model: nnx.Module, *, of_others: bool) -> _Parts:
+    """Returns how the optimizer treats the parameters of a model.
+
+    Args:
+        model: the model.
+        of_others: whether it may have layers that are not ours. Their matrices are the parameters of two dimensions or
+            more, except biases and scales.
+    """
+    # Matrices of ours are the gathered weights and the adapters; norm scales, biases and routers are not, even where a
+    # stack of layers gives them two dimensions.
+    model_def, params, _, _ = split_model(model)
     layouts, rules = model_def.layouts, model_def.update_rules
     adapters = {tuple(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam))}
     is_leaf = lambda x: not isinstance(x, dict)  # noqa: E731
     listed = with_paths(layouts, is_leaf=is_leaf)
-    kinds = [
-        "other" if layout is None or any(matches(pattern, path) for pattern in EXCLUDED) else "hidden"
+    stock = {
+        path: leaf.ndim
+        for path, leaf in with_paths(params)
+        if of_others and leaf.ndim > 1 and path[-1] not in _VECTORS and path not in rules
+    }
+    matrices = [layout is not None or path in adapters or path in stock for path, layout in listed]
+    hidden = [
+        (layout is not None or stock.get(path) == 2) and not any(matches(pattern, path) for pattern in EXCLUDED)
         for path, layout in listed
     ]
     structure = jax.tree.structure(layouts, is_leaf=is_leaf)
     return _Parts(
-        jax.tree.unflatten(structure, [layout is not None or path in adapters for path, layout in listed]),
-        jax.tree.unflatten(structure, kinds),
+        jax.tree.unflatten(structure, matrices),
+        jax.tree.unflatten(structure, ["hidden" if one else "other" for one in hidden]),
         jax.tree.unflatten(structure, [path not in rules for path, _ in listed]),
     )
 

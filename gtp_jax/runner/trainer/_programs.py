@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ... import hlo
 from ...train import TrainState
 from ._job import Metrics
 
@@ -43,3 +45,15 @@ class Programs:
     def __call__(self, state: TrainState, batch: Any, skip: jax.Array) -> tuple[TrainState, Metrics]:
         """Runs the step."""
         return self.compiled(state, batch, skip)(state, batch, skip)
+
+
+def memory_of(programs: dict[str, jax.stages.Compiled], state: TrainState) -> hlo.Memory:
+    """Returns the memory of the program that takes the state, in bytes per device."""
+    takes_state = next((program for name, program in programs.items() if name in ("one step", "update")), None)
+    if takes_state is None:  # in a process that holds no part of the state
+        return hlo.Memory(0, 0, 0, 0, 0, 0)
+    own: Any = {"params": state.params, "opt_state": state.opt_state}
+    if "one step" in programs:
+        return hlo.memory(takes_state, **own, frozen=state.frozen)
+    # the update of replicas does not take frozen weights, which their own programs do
+    return dataclasses.replace(hlo.memory(takes_state, **own), frozen_bytes=hlo.bytes_per_device(state.frozen))

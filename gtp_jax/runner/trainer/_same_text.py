@@ -13,6 +13,17 @@ def stored_text(corpus: Corpus, seq: int) -> dict[str, Any]:
     return {"text": corpus.fingerprint, "packing": corpus.packing_digest(seq)}
 
 
+def check_same_text(extra: Mapping[str, Any], corpus: Corpus, seq: int) -> None:
+    """Checks that a resumed run continues with the text that it was trained on; see `check_tokens`."""
+    check_tokens(
+        extra,
+        corpus,
+        seq,
+        ", or --data or --tokenizer names another one. Resume with the original text and tokenizer, or start a new "
+        "run with another --out.",
+    )
+
+
 def check_tokens(extra: Mapping[str, Any], corpus: Corpus, seq: int, remedy: str) -> None:
     """Checks that a run's tokens are the ones that its checkpoint was trained on.
 

@@ -29,7 +29,7 @@ class SettingsTask(Task):
 
     Attributes:
         config: the configuration of the run; known once `resolve` has returned.
-        corpus: the text; known once `read` has returned.
+        corpus: the text, if there is one; known once `read` has returned.
     """
 
     config: TrainConfig
@@ -60,12 +60,14 @@ class SettingsTask(Task):
         total = self.config.virtual_devices(launch.processes)
         choose_devices(total, processes=launch.processes, local=launch.local_devices)
         watch.doing("check")
-        self.corpus = read_corpus(self.config, resume=begin.resume)
+        if self.config.dataset is None:
+            self.corpus = read_corpus(self.config, resume=begin.resume)
 
     def describe(self, begin: Begin, supervision: Supervision | None) -> Description:
         """Returns everything that must be the same in all processes; see `Task`."""
+        corpus = self.corpus if self.config.dataset is None else None
         order = {} if supervision is None else supervision.order
-        return describe(self.config, self.corpus, resume=begin.resume, force=begin.force, at=begin.at, order=order)
+        return describe(self.config, corpus, resume=begin.resume, force=begin.force, at=begin.at, order=order)
 
 
 def resolve(settings: Mapping[str, Any], *, resume: bool, force: bool) -> tuple[TrainConfig, RunDirectory, list[str]]:

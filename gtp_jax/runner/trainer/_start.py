@@ -140,7 +140,7 @@ def started_from(settings: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: if the checkpoint does not say which model it contains or is from a run with adapters, or if
             settings contradict the model; the message names them.
     """
-    if settings.get("from_") is None:
+    if settings.get("from_") is None or settings.get("model_") is not None:
         return dict(settings)
     source = Path(settings["from_"]).expanduser()
     directory, checkpoints = opened(source)
@@ -189,6 +189,14 @@ def check_same_model(before: TrainConfig, config: TrainConfig, settings: Mapping
     Raises:
         ValueError: if sizes differ; the message names them.
     """
+    if before.model_ is not None or config.model_ is not None:
+        if before.model_ != config.model_:
+            was = "a model of gtp_jax" if before.model_ is None else before.model_
+            raise ValueError(
+                f"a resumed run keeps its model, which is {was}, not {config.model_}. Remove --model, or start another "
+                "run with another --out."
+            )
+        return
     sizes, now = sizes_of(before.base), sizes_of(config.base)
     if before.sizes.vocab_size is None and config.sizes.vocab_size is None:
         now["vocab_size"] = sizes["vocab_size"]  # the vocabulary is not decided by the preset

@@ -8,11 +8,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..launch import LaunchOptions, find_launch
+from ._config_file import read_config
 from ._directory import NOT_BEGUN, RunDirectory
 from ._family import FamilyTask
 from ._interrupt import Stopped
+from ._named_task import NamedTask
 from ._run import run
+from ._settings_task import SettingsTask
 from ._task import Begin
+from ._train_flags import TrainConfig
 from ._watch import Supervision
 
 
@@ -46,7 +50,7 @@ def start(
     if at is not None and not resume:
         raise ValueError("`--step` selects the step to resume from. Add --resume, or remove --step.")
     launch = find_launch(options)
-    task = FamilyTask(settings)
+    task = task_of(settings, resume=resume)
     try:
         return run(task, launch, Begin(resume, force, at), supervision).code
     except Stopped as error:
@@ -57,3 +61,12 @@ def start(
         if launch.processes > 1 and supervision is None:
             os._exit(error.exit_code)  # at its exit, JAX would wait for the other processes
         return error.exit_code
+
+
+def task_of(settings: Mapping[str, Any], *, resume: bool) -> SettingsTask:
+    """Returns the task that settings describe, or that of the run that they resume."""
+    named = settings.get("model_") is not None
+    if resume and not named:
+        directory = RunDirectory.of(settings.get("out", TrainConfig.out))
+        named = directory.is_of_run and read_config(directory.config).get("model_") is not None
+    return NamedTask(settings) if named else FamilyTask(settings)

@@ -20,6 +20,7 @@ from ..flags import (
     Quantization,
     as_tuple,
     check_knobs,
+    flag_of,
     from_settings,
     knob,
     knobs,
@@ -53,6 +54,20 @@ _SCHEDULE_FREE = "schedule-free"
 
 # The factor of the default learning rate for each optimizer: Lion's updates are signs, which are larger than Adam's.
 _LR_FACTORS = {"adamw": 1.0, "lion": 0.2, "adafactor": 1.0, "muon": 1.0, _SCHEDULE_FREE: 1.0}
+
+# The default learning rate of a model of others.
+_LR = 0.001
+
+# Settings that apply only with --model, only to models of ours, and only to text.
+_OF_ANY_MODEL = ("loss", "dataset", "eval_dataset")
+_OF_FAMILIES = (
+    *("preset", "from_", "dtype"),
+    *(field.name for kind in (ModelSizes, ExpertOptions, AdapterOptions, Faults) for field in knobs(kind)),
+    *(field.name for field in knobs(Execution) if field.name != "microbatches"),
+    "pregathered_layers",
+)
+_OF_TEXT = ("data", "tokenizer", "follow_links", "text_field", "token_dtype", "packing", "chat_template", "loss_on")
+_OF_TEXT += ("seq", "batch", "eval_data")
 
 # The parts of a conversation that the loss may count.
 ANSWERS, ALL = "answers", "all"
@@ -104,6 +119,33 @@ class TrainConfig:
         kind=str,
         metavar="DIR",
         per_process=True,
+    )
+    model_: str | None = knob(
+        None,
+        "model",
+        "train any NNX model instead: a class, or a function of `nnx.Rngs`, as package.module:name; `gtp_jax.shard` "
+        "shards it",
+        kind=str,
+        metavar="NAME",
+    )
+    loss: str | None = knob(
+        None,
+        "model",
+        "with --model: a function (model, batch) -> loss, as package.module:name (default: the cross entropy of "
+        "model(tokens) with the targets)",
+        kind=str,
+        metavar="NAME",
+    )
+    dataset: str | None = knob(
+        None,
+        "model",
+        "with --model: the batches, or a function that returns or yields them, as package.module:name, instead of "
+        "--data",
+        kind=str,
+        metavar="NAME",
+    )
+    eval_dataset: str | None = knob(
+        None, "model", "with --dataset: batches to evaluate on, in the same form", kind=str, metavar="NAME"
     )
     dtype: str | None = knob(
         None, "model", "compute dtype (default: bfloat16 on GPUs, float32 on CPUs)", kind=str, choices=DTYPES
@@ -194,7 +236,8 @@ class TrainConfig:
     lr: float | None = knob(
         None,
         "training",
-        "highest learning rate (default: 0.003 * sqrt(128 / hidden size); with lion, a fifth of that)",
+        "highest learning rate (default: 0.003 * sqrt(128 / hidden size), with --model 0.001; with lion, a fifth of "
+        "that)",
         kind=float,
         above=0,
         metavar="RATE",
@@ -282,7 +325,8 @@ class TrainConfig:
             raise ValueError(
                 "`eval_every` is 0, so nothing is evaluated. Remove --eval-data, or set another --eval-every."
             )
-        if self.preset is None and self.from_ is None:
+        self._check_model()
+        if self.preset is None and self.from_ is None and self.model_ is None:
             object.__setattr__(self, "preset", _PRESET)
         if self.adapters is not None:
             self._check_adapters()
@@ -304,8 +348,23 @@ class TrainConfig:
             raise ValueError(f"`warmup` is {self.warmup}; it must be at least 0 and less than `steps`, {self.steps}.")
         if (degrees := self.parallelism.of_batch) is not None and not self.faults.any:
             self.execution.check_batch(self.batch, degrees)
-        # imports JAX, and therefore comes last
-        self.base  # noqa: B018  checks that sizes and experts fit each other
+        if self.model_ is None:  # imports JAX, and therefore comes last
+            self.base  # noqa: B018  checks that sizes and experts fit each other
+
+    def _check_model(self) -> None:
+        """Refuses flags that apply only to models of ours, to any other model, or to text."""
+        values = settings_of(self)
+        given = [field for field in knobs(self) if values[field.name] != field.default]
+        if self.model_ is None:
+            wrong, why = _OF_ANY_MODEL, "applies only with --model. Add --model, or remove it"
+        else:
+            wrong, why = _OF_FAMILIES, "applies only to models of gtp_jax. Remove it, or --model"
+        if refused := [flag_of(field) for field in given if field.name in wrong]:
+            raise ValueError(f"{', '.join(refused)}: this {why}.")
+        if self.dataset is None and self.eval_dataset is not None:
+            raise ValueError("--eval-dataset: this applies only with --dataset. Use --eval-data for text.")
+        if self.dataset is not None and (refused := [flag_of(f) for f in given if f.name in _OF_TEXT]):
+            raise ValueError(f"{', '.join(refused)}: this applies only to text. Remove it, or --dataset.")
 
     def _check_adapters(self) -> None:
         if self.from_ is None:
@@ -374,6 +433,12 @@ class TrainConfig:
                 model or the batch.
         """
         asked, exchange = self.parallelism, self.execution.sequence_exchange
+        if self.model_ is not None:
+            degrees = asked.degrees(devices)
+            check_degrees(degrees, devices)
+            if self.dataset is None:
+                self.execution.check_batch(self.batch, degrees)
+            return degrees
         if self.faults.any:
             degrees = self._healthy()
             self.fault_plan(degrees).devices_of(range(devices))
@@ -452,6 +517,8 @@ class TrainConfig:
     @property
     def title(self) -> str:
         """The name of the model in headings."""
+        if self.model_ is not None:
+            return self.model_
         if self.from_ is not None:
             return f"from {Path(self.from_).expanduser().absolute().name}"
         return " ".join([str(self.preset), *self.sizes.flags])
@@ -475,7 +542,8 @@ class TrainConfig:
         """The peak learning rate."""
         if self.lr is not None:
             return self.lr
-        return _LR_FACTORS[self.optimizer] * default_lr(self.base.hidden_size)
+        usual = default_lr(self.base.hidden_size) if self.model_ is None else _LR
+        return _LR_FACTORS[self.optimizer] * usual
 
     @property
     def schedule_by_name(self) -> str:

@@ -33,12 +33,12 @@ from ._config_file import PROGRAM, read_config
 from ._data_set import DataSet, PlacedData, in_words, rows_of
 from ._directory import NOT_BEGUN, RunDirectory
 from ._divergence import Diverged, Policy
+from ._evaluations import evaluate_batches, rows_of_evaluations
 from ._interrupt import Stopped
 from ._job import Evaluation
 from ._log import HELD_OUT, Record
 from ._loop import Outcome
 from ._model_task import Definition, EvaluateBatch, ModelTask
-from ._report import last_of, measured_at
 from ._run import run
 from ._task import Begin
 from ._trainer_options import OUTPUT, TrainerOptions
@@ -290,7 +290,7 @@ class _ProgramTask(ModelTask):
             "mesh": dict(self._mesh.shape),
             "model": self._model.name,
             "loss": getattr(self._loss, "__name__", type(self._loss).__name__),
-            "recipe": "bf16" if self._recipe is None else str(self._recipe),
+            "recipe": "none" if self._recipe is None else str(self._recipe),
             "view": self._view,
             PROGRAM: self.program,
         }
@@ -337,11 +337,12 @@ class _ProgramTask(ModelTask):
             loss=self._loss,
             optimizer=lambda model: self._optimizer,
             source=source,
-            data=f"batches of {in_words(first)}",
+            data=f"data    batches of {in_words(first)}",
             evaluate=None if self._eval_data is None and self._evaluate is None else self._evaluation,
             per_step=(rows_of(first), "examples"),
             schedule=self._schedule,
             recipe=self._recipe,
+            recipe_in_words=self.settings["recipe"],
             view=self._view,
             microbatches=options.microbatches,
             max_grad_norm=options.max_grad_norm,
@@ -349,29 +350,13 @@ class _ProgramTask(ModelTask):
         )
 
     def _evaluation(self, model: nnx.Module, evaluate_batch: EvaluateBatch) -> Evaluation:
-        values: dict[str, float] = {}
-        if self._eval_data is not None:
-            placed = PlacedData(self._eval_data, self._mesh, self._roles)
-            batches = enumerate(self._eval_data.pass_of(self._options_.eval_batches))
-            found = [evaluate_batch(placed.placed(batch, position)) for position, batch in batches]
-            weights = [float(metrics.get("tokens", 1.0)) for metrics in found]
-            if not sum(weights):
-                raise ValueError("the batches of `eval_data` have no tokens that the loss counts. Pass others.")
-            values[HELD_OUT] = float(np.dot([float(metrics["loss"]) for metrics in found], weights) / sum(weights))
-        if self._evaluate is not None:
-            values |= _numbers(self._evaluate(model))
-        shown = {name.replace("_", " "): f"{value:.4g}" for name, value in values.items()}
-        text = "   ".join(f"{printable(name)} {value}" for name, value in shown.items())
-        return Evaluation(values, values.get(HELD_OUT), shown, text)
+        data = None if self._eval_data is None else PlacedData(self._eval_data, self._mesh, self._roles)
+        others = {} if self._evaluate is None else _numbers(self._evaluate(model))
+        return evaluate_batches(data, self._options_.eval_batches, evaluate_batch, others)
 
     def evaluated(self, outcome: Outcome, records: Sequence[Record]) -> list[tuple[str, str]]:
         """Returns the rows of the latest evaluations."""
-        names = dict.fromkeys(name for record in records if "loss" not in record for name in record if name != "step")
-        rows = []
-        for name in names:
-            if (found := last_of(records, name)) is not None:
-                rows.append((printable(name).replace("_", " "), f"{found[1]:.4g}{measured_at(found[0], outcome)}"))
-        return rows
+        return rows_of_evaluations(outcome, records)
 
     def next_steps(self) -> str:
         """Returns nothing: the program decides."""
