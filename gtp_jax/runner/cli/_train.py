@@ -1,4 +1,4 @@
-"""`gtp-jax train`: trains a model on text. Its flags are the fields of `TrainConfig` (`trainer/_train_flags.py`)."""
+"""`gtp-jax train`: trains a model of ours on text, or any NNX model. Its flags are the fields of `TrainConfig` (`trainer/_train_flags.py`)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ._parser import AddParser
 
 _DESCRIPTION = """\
 Trains a Llama, Mistral, Mixtral or Qwen on text, with its weights sharded over the mesh: a new model of any size, or an
-imported one (--from). Without arguments, trains a small Llama on the source of the Python standard library, on the
-machine's GPUs or otherwise on 8 virtual CPU devices, in about 3 minutes.
+imported one (--from); or any NNX model (--model). Without arguments, trains a small Llama on the source of the Python
+standard library, on the machine's GPUs or otherwise on 8 virtual CPU devices, in about 3 minutes.
 
 Prints the held-out loss next to the unigram entropy, the loss of the best prediction that ignores context: a model with
 a lower loss has learned something. Ends with a report, and leaves checkpoints, log.jsonl, loss.png and report.txt in
@@ -36,6 +36,8 @@ examples:
   gtp-jax train --preset 1b --num-layers 12       any size is a flag
   gtp-jax train --from llama --data books/        go on training a model that `gtp-jax convert import` made
   gtp-jax train --from llama --lora 8             adapters of rank 8, beside the model as it is
+  gtp-jax train --model my_models:Model --data books/
+                                                  any NNX model, of a module of your own
   gtp-jax train --recipe nvfp4-matmuls --high-precision-last 2 --override mlp.down=mxfp8-matmuls
                                                   multiply in NVFP4, except in the last layers and some modules
   gtp-jax train --config run.yaml --lr 0.001      settings from a file, except for one
@@ -45,7 +47,21 @@ examples:
 
 
 # what `--help` shows
-_MAIN = ("preset", "from", "data", "tokenizer", "seq", "steps", "batch", "lr", "microbatches", "recipe", "lora", "dp")
+_MAIN = (
+    "preset",
+    "from",
+    "model",
+    "data",
+    "tokenizer",
+    "seq",
+    "steps",
+    "batch",
+    "lr",
+    "microbatches",
+    "recipe",
+    "lora",
+    "dp",
+)
 _MAIN += ("gtp", "tp", "cp", "out", "resume", "config")
 
 _ELASTIC = """\

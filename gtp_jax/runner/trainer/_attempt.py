@@ -27,11 +27,15 @@ _ENVIRONMENT = re.compile(
 )
 
 
-def attempt() -> dict[str, Any]:
-    """Returns the command, versions, devices and recorded environment variables of this process."""
+def attempt(program: str = "gtp-jax") -> dict[str, Any]:
+    """Returns the command, versions, devices and recorded environment variables of this process.
+
+    Args:
+        program: the program, whose arguments are those of the process.
+    """
     devices = jax.devices()
     return {
-        "command": shlex.join(["gtp-jax", *sys.argv[1:]]) if sys.argv else "",
+        "command": shlex.join([program, *sys.argv[1:]]) if sys.argv else "",
         "directory": os.getcwd(),
         "commit": commit(Path(__file__).parent),
         "versions": versions(),

@@ -43,7 +43,7 @@ class DataSet:
 
     def __init__(self, data: Any, name: str = "data") -> None:
         self.name = name
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._sequence: Any = None
         self._once = False
         self._make = self._maker(data)
@@ -226,6 +226,7 @@ class DataSet:
                 raise self._empty() from None
         self._latest[self._next] = batch, state
         self._next += 1
+        self.digest  # noqa: B018  while the first batch is in memory
         while len(self._latest) > _KEPT:
             self._latest.popitem(last=False)
 

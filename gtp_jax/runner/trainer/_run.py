@@ -164,7 +164,7 @@ def _train(
     opened = Checkpoints(directory.checkpoints, keep=limits.keep, keep_best=limits.keep_best, guard=guard)
     with opened as checkpoints, _failures(watch, alone):
         first = "resume" if begin.resume else "start"
-        watch.write(first, **attempt(), settings=task.settings, seeds=task.seeds, changes=changes)
+        watch.write(first, **attempt(task.program), settings=task.settings, seeds=task.seeds, changes=changes)
         job, state, set_aside = task.prepare(checkpoints, watch, begin)
         made = job.place.step
         # Up to here, no file has been changed. From here on, nothing can be refused.

@@ -48,10 +48,12 @@ class Task(abc.ABC):
     Attributes:
         out: the directory of the run.
         limits: how long the run trains, and what it does on the way; known once `resolve` has returned.
+        program: the program of this process, for people.
     """
 
     out: str
     limits: Limits
+    program: str = "gtp-jax"
 
     @abc.abstractmethod
     def resolve(self, begin: Begin) -> tuple[RunDirectory, list[str]]:

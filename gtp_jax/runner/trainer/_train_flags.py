@@ -432,6 +432,8 @@ class TrainConfig:
             ValueError: if the product of the degrees is not the number of devices, or the degrees do not divide the
                 model or the batch.
         """
+        from ...mesh import check_degrees
+
         asked, exchange = self.parallelism, self.execution.sequence_exchange
         if self.model_ is not None:
             degrees = asked.degrees(devices)
@@ -448,8 +450,6 @@ class TrainConfig:
             with contextlib.suppress(ValueError):  # 2 may not divide the heads or the sequence
                 self._check_mesh({CP: asked.cp, TP: 2}, exchange or "heads")
                 asked = dataclasses.replace(asked, tp=2)
-        from ...mesh import check_degrees
-
         degrees = asked.degrees(devices)
         check_degrees(degrees, devices)
         self._check_mesh(degrees, exchange)
