@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 import subprocess
 import sys
@@ -112,6 +113,14 @@ REFUSED = [
 def test_arguments_are_refused_before_jax_is_imported(words):
     """As far as it takes neither a device nor a model to know that they are wrong."""
     assert not {"jax", "jaxlib", "flax", "numpy", "optax", "orbax", "treescope", "matplotlib"} & modules_of(*words)
+
+
+def test_settings_are_checked_together_only_where_those_not_given_are_defaults():
+    """A run to resume, or a model to start from, has others."""
+    for more, fits in ((), False), (["--from", "llama"], True), (["--resume"], True):
+        args = parser(["train"]).parse_args(["train", "--num-heads", "3", *more])
+        with contextlib.nullcontext() if fits else pytest.raises(ValueError, match=naming("`num_heads` 3")):
+            args.check(args)
 
 
 def test_the_words_of_options_are_the_names_of_what_they_choose():

@@ -63,7 +63,7 @@ def refused(capsys, message: str, *flags: str, command: str = "train", compiles:
         (dict(steps=0), "`steps` 0 1"),
         (dict(lr="nan"), "`lr` nan 0 3.402823e+38"),
         (dict(warmup=8), "`warmup` 8 0 `steps`"),
-        (dict(gtp=3), "dp 1 gtp 3 8 devices"),
+        (dict(gtp=3, batch=9), "dp 1 gtp 3 8 devices"),
         (dict(tp=8), "tp 8 4 (8 query heads)"),
         (dict(gtp=4, tp=2, seq=33), "`seq` 33 tp 2"),
         (dict(batch=6), "`batch` 6 dp * gtp = 1 4"),

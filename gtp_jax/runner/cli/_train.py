@@ -127,8 +127,9 @@ def check(args: argparse.Namespace) -> None:
     if elastic and "elastic" not in elastic:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in elastic)
         raise ValueError(f"{flags}: this applies only to a run under a supervisor. Add --elastic.")
-    if not args.resume:  # otherwise, the run has the other settings
-        from_settings(TrainConfig, given(args, TrainConfig))
+    settings = given(args, TrainConfig)
+    if not args.resume and settings.get("from_") is None:  # otherwise, settings that are not given come from there
+        from_settings(TrainConfig, settings)
 
 
 def run(args: argparse.Namespace) -> int:
