@@ -14,9 +14,10 @@ from messages import naming
 from selection import others_full
 
 import gtp_jax as gtp
-from gtp_jax.convert import export_llama, import_llama
+from gtp_jax.checkpoint import Checkpoints
+from gtp_jax.convert import export_llama, export_peft, import_llama
 from gtp_jax.convert._config import read_config
-from gtp_jax.models import LlamaConfig, hugging_face_of, load, next_token_loss
+from gtp_jax.models import Adapters, LlamaConfig, hugging_face_of, load, next_token_loss, saved
 from gtp_jax.models.llama._hf_config import rotary_part
 from gtp_jax.ops import RopeScaling
 
@@ -177,3 +178,16 @@ def test_what_gpt_oss_leaves_out_is_that_of_transformers(tmp_path):
     unscaled = dataclasses.replace(found, rope_scaling=None)
     with pytest.raises(ValueError, match=naming("GptOssForCausalLM only ones converted")):
         hugging_face_of(unscaled)  # transformers would scale by its default
+
+
+@pytest.mark.full
+def test_adapters_of_a_tensor_that_is_stored_with_others_are_refused(tmp_path):
+    config = MODELS["phi3"]
+    done = import_llama(write_model(tmp_path / "hf", random_tensors(config), config), tmp_path / "imported")
+    adapters = Adapters(2, 4.0, ("query",))
+    with jax.set_mesh(gtp.make_mesh(devices=jax.devices()[:1])), Checkpoints(tmp_path / "run") as checkpoints:
+        model = adapters.on(load(tmp_path / "imported", dtype="float32"), nnx.Rngs(0))
+        state = gtp.TrainState.create(model, optax.sgd(0.1))
+        checkpoints.save(1, state, {**saved(done.config), **adapters.extra()})
+    with pytest.raises(ValueError, match=naming("qkv/kernel/query 'phi3' qkv_proj.weight `gtp-jax convert merge`")):
+        export_peft(tmp_path / "run", tmp_path / "adapter")

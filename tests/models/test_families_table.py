@@ -45,6 +45,11 @@ def test_a_saved_model_is_its_configuration_whose_family_is_llama_by_default():
             call()
 
 
+def test_presets_have_the_parameters_of_what_was_published():
+    counts = {name: preset_of(name).param_count() for name in ("phi4", "gemma3-1b", "gpt-oss-20b")}
+    assert counts == {"phi4": 14_659_507_200, "gemma3-1b": 999_885_952, "gpt-oss-20b": 20_914_757_184}
+
+
 QWEN2 = dataclasses.replace(PRESETS["tiny"], qkv_bias=True, window=64)  # pyright: ignore[reportArgumentType]
 
 GEMMA3 = dataclasses.replace(

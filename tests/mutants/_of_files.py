@@ -6,6 +6,12 @@ from .mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "codes of gpt-oss are read in the wrong order",
+        "_E2M1[np.stack([codes & 15, codes >> 4], axis=-1)].reshape(*codes.shape[:-1], -1)",
+        "_E2M1[np.stack([codes >> 4, codes & 15], axis=-1)].reshape(*codes.shape[:-1], -1)",
+        ("tests/convert/test_quantized_import.py::test_experts_of_gpt_oss_in_mxfp4_are_the_values_of_their_codes",),
+    ),
+    Mutant(
         "a Stack that calls one attention twice generates tokens",
         "if any((fills > 1).any() for fills in",
         "if any((fills > 9).any() for fills in",

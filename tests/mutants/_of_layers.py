@@ -4,9 +4,28 @@ from __future__ import annotations
 
 from .mutant import Mutant
 
+_RECORDED = "tests/convert/test_recorded_models.py"
 _DIVIDED = "tests/parity/test_divided_sequences.py"
 
 MUTANTS = (
+    Mutant(
+        "every layer of a stack gets the arguments of the first",
+        "link.remat, shared, each[start])",
+        "link.remat, shared, each[0])",
+        ("tests/nn/test_stack_factory.py::test_each_layer_gets_arguments_of_its_own_also_where_layers_run_in_a_loop",),
+    ),
+    Mutant(
+        "a token that is generated sees all cached tokens in layers with a window",
+        "causal=True, window=window, query_position=places",
+        "causal=True, window=None, query_position=places",
+        (f"{_RECORDED}::test_logits_and_greedy_tokens_on_a_mesh_are_those_of_transformers",),
+    ),
+    Mutant(
+        "every tp rank adds the biases of experts",
+        "shares = shares * (lax.axis_index(tensor) == 0)",
+        "shares = shares * 1",
+        (f"{_RECORDED}::test_logits_and_greedy_tokens_on_a_mesh_are_those_of_transformers",),
+    ),
     Mutant(
         "a layer that sets a parameter on its rank loses it",
         "if not isinstance(v, Cache) and any(id(leaf)",

@@ -6,6 +6,12 @@ from .mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "a scale around 0 multiplies by itself",
+        "(normed * (1 + factor if zero_centered else factor))",
+        "(normed * factor)",
+        ("tests/ops/test_norm.py::test_a_zero_centered_scale_is_what_a_factor_exceeds_one_by",),
+    ),
+    Mutant(
         "a query that sees no key gets the mean of all values",
         "unseeing |= window is not None and q.shape[1] >= k.shape[1] + window",
         "unseeing |= False",
