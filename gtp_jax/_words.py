@@ -63,6 +63,10 @@ PRESET_NAMES = (
     "405b",
 )
 
+# The keys of `hlo.CHIPS`, and how many of them NVLink joins.
+CHIP_NAMES = ("h200", "h100")
+GPUS_PER_HOST = 8
+
 # The dtypes and formats in which `convert` exports weights.
 EXPORT_DTYPES = ("bfloat16", "float32", "fp8", "mxfp8", "nvfp4")
 

@@ -1,5 +1,6 @@
 """Reads the costs of a step from its compiled program: traffic, order, operations and memory. Makes no arrays."""
 
+from .._words import GPUS_PER_HOST as GPUS_PER_HOST
 from ._chips import CHIPS as CHIPS
 from ._chips import RATES as RATES
 from ._chips import Fact as Fact
@@ -26,7 +27,6 @@ from ._memory import bytes_per_device as bytes_per_device
 from ._memory import memory as memory
 from ._network import Network as Network
 from ._targets import COMPILE_OPTIONS as COMPILE_OPTIONS
-from ._targets import GPUS_PER_HOST as GPUS_PER_HOST
 from ._targets import Target as Target
 from ._targets import missing_packages as missing_packages
 from ._targets import parse_target as parse_target

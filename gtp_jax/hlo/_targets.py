@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from jax.experimental import topologies
 
+from .._words import GPUS_PER_HOST
 from ._chips import CHIPS, fact
 
 # The distributions that compiling for a GPU needs, and their purpose. The extra `gtp_jax[target]` installs them.
@@ -34,7 +35,6 @@ COMPILE_OPTIONS: Mapping[str, bool] = {
     "xla_gpu_mock_custom_calls": True,
 }
 
-GPUS_PER_HOST = 8
 _RUNTIME = "13.0.0"
 _SYNTAX = "CHIP:DEVICES, such as `h200:8`: a part of one host, or whole hosts"
 

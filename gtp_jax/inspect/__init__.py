@@ -1,5 +1,7 @@
 """Reports what a training step costs and does, compiled from shapes alone or read from a trace."""
 
+from ..runner.flags import FaultOptions as FaultOptions
+from ..runner.flags import InspectOptions as InspectOptions
 from ._breakdown import EXPOSED as EXPOSED
 from ._breakdown import IDLE as IDLE
 from ._breakdown import Breakdown as Breakdown
@@ -10,11 +12,9 @@ from ._explain import Explanation as Explanation
 from ._explain import WireFact as WireFact
 from ._explain import explain as explain
 from ._fault_text import fault_text as fault_text
-from ._faults import FaultOptions as FaultOptions
 from ._faults import FaultReport as FaultReport
 from ._faults import inspect_faults as inspect_faults
 from ._inspection import Inspection as Inspection
-from ._inspection import InspectOptions as InspectOptions
 from ._inspection import inspect as inspect
 from ._life import LifeState as LifeState
 from ._life import Lives as Lives

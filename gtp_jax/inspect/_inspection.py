@@ -19,89 +19,14 @@ from .. import hlo
 from ..experts import TokenExchange, exchanges
 from ..layout import Layout, even_shares
 from ..mesh import Roles, has_gpu, make_mesh, use_cpu, use_roles
-from ..models import PRESETS, ModelConfig, build, family_of, preset_of
+from ..models import build, family_of
 from ..nn import abstract_model
-from ..runner.flags import Execution, ExpertOptions, ModelSizes, Parallelism, Quantization, check_knobs, knob, piece
+from ..runner.flags import InspectOptions
 from ..train import TrainState, train_step
 from ._explain import Explanation, explain
 
 _DEFAULT_DEVICES = 8
 _MAX_GRAD_NORM = 1.0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class InspectOptions:
-    """The options of an inspection. `gtp-jax inspect --help` shows the help of each field.
-
-    Raises:
-        ValueError: if a value is not allowed, or values do not fit together.
-    """
-
-    preset: str = knob("tiny", "model", f"one of {', '.join(PRESETS)}", kind=str)
-    seq: int = knob(2048, "model", "tokens per sequence")
-    batch: int | None = knob(None, "model", "sequences per step (default: one per rank and microbatch)")
-    parallelism: Parallelism = piece(Parallelism)
-    sizes: ModelSizes = piece(ModelSizes)
-    experts: ExpertOptions = piece(ExpertOptions)
-    execution: Execution = piece(Execution)
-    quantization: Quantization = piece(Quantization)
-    target: str | None = knob(
-        None,
-        "target",
-        "compile for GPUs that need not be present, e.g. h200:8 (default: virtual CPU devices)",
-        kind=str,
-        metavar="CHIP:DEVICES",
-    )
-    network_rate: float | None = knob(
-        None,
-        "target",
-        "rate in GB/s at which each GPU sends to other hosts, such as 50 for a network adapter of 400 Gbit/s per GPU; "
-        "the schedule is then modelled twice, over NVLink alone and with this network (default: NVLink joins all GPUs)",
-        kind=float,
-        above=0,
-        metavar="X",
-    )
-    gpus_per_host: int = knob(
-        hlo.GPUS_PER_HOST,
-        "target",
-        "number of GPUs per host, which NVLink joins; consecutive ranks, with tp innermost, share a host",
-        metavar="N",
-    )
-
-    def __post_init__(self) -> None:
-        check_knobs(self)
-        for name, default in (("network_rate", None), ("gpus_per_host", hlo.GPUS_PER_HOST)):
-            if self.target is None and getattr(self, name) != default:
-                raise ValueError(
-                    f"`{name}` is {getattr(self, name)}, but there is no target, and only the schedule of a GPU "
-                    "program is modelled: give `--target`, such as `h200:512`."
-                )
-        self.model  # noqa: B018  checks that sizes and experts fit together
-
-    @property
-    def model(self) -> ModelConfig:
-        """The configuration of the preset, with the sizes and experts that the options change."""
-        return self.sizes.of(preset_of(self.preset), self.preset, self.experts)
-
-    @property
-    def machine(self) -> hlo.Target | None:
-        """The machine to compile for; `None` for virtual CPU devices.
-
-        Raises:
-            ValueError: if `target` does not name one.
-        """
-        return None if self.target is None else hlo.parse_target(self.target, self.gpus_per_host)
-
-    @property
-    def network(self) -> hlo.Network | None:
-        """The links between hosts; `None` if the options do not describe them."""
-        rate = self.network_rate
-        return None if rate is None else hlo.Network(rate * 1e9, self.gpus_per_host)
-
-    @property
-    def title(self) -> str:
-        """The name of the model in headings."""
-        return " ".join([self.preset, *self.sizes.flags])
 
 
 @dataclasses.dataclass(frozen=True)

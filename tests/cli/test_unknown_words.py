@@ -15,6 +15,7 @@ from messages import naming
 
 from gtp_jax import _words
 from gtp_jax.convert._encoding import ENCODINGS
+from gtp_jax.hlo import CHIPS
 from gtp_jax.models import PRESETS
 from gtp_jax.ops import MOST
 from gtp_jax.recipes import GRAD_WIRES, RECIPES
@@ -106,6 +107,7 @@ REFUSED = [
     ["train", "--retries", "3"],
     *(["generate", "run"], ["checkpoint", "list"], ["convert", "export", "run", "out", "--dtype", "int4"]),
     *(["elastic", "rejoin", "run"], ["replay", "--step", "0"], ["doctor", "--bogus"]),
+    *(["inspect", "--remat", "all"], ["plan-faults", "--bogus"]),
 ]
 
 
@@ -126,6 +128,7 @@ def test_settings_are_checked_together_only_where_those_not_given_are_defaults()
 def test_the_words_of_options_are_the_names_of_what_they_choose():
     assert _words.RECIPE_NAMES == tuple(RECIPES) and _words.GRAD_WIRE_NAMES == tuple(GRAD_WIRES)
     assert _words.PRESET_NAMES == tuple(PRESETS)
+    assert _words.CHIP_NAMES == tuple(CHIPS)
     assert _words.EXPORT_DTYPES == tuple(ENCODINGS)
     assert MOST == np.finfo(np.float32).max
 

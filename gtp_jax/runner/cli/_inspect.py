@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ...inspect import Inspection, InspectOptions, as_json, as_text, draw, inspect
-from ..flags import add_flags, from_settings, given
+from ..flags import InspectOptions, add_flags, from_settings, given
 from ._parser import AddParser
 from ._waiting import waiting
+
+if TYPE_CHECKING:
+    from ...inspect import Inspection
 
 # Measured on two cores: `tiny` 43 s, `1b` 71 s.
 _USUALLY = "a minute for a small model, and several minutes for one of billions of parameters"
@@ -49,6 +52,8 @@ def run(args: argparse.Namespace) -> int:
         ValueError: for the same reasons as `inspect`, or if `--png` is given without `--target` or its directory does
             not exist.
     """
+    from ...inspect import inspect
+
     options = from_settings(InspectOptions, given(args, InspectOptions))
     if args.png is not None and options.target is None:
         raise ValueError("`--png` draws the schedule of a GPU program: give `--target`, such as `h200:8`.")
@@ -65,6 +70,8 @@ def run(args: argparse.Namespace) -> int:
 
 def show(inspection: Inspection, *, json_output: bool = False, png: Path | None = None) -> None:
     """Prints an inspection as tables or as JSON, and draws its timeline if it has one and a file is given."""
+    from ...inspect import as_json, as_text, draw
+
     print(json.dumps(as_json(inspection), indent=2) if json_output else as_text(inspection))
     if png is not None and inspection.timeline is not None:
         o = inspection.options

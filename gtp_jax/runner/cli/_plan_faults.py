@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ...inspect import FaultOptions, fault_text, inspect_faults
-from ..flags import add_flags, from_settings, given
+from ..flags import FaultOptions, add_flags, from_settings, given
 from ._parser import AddParser
 
 _EXAMPLES = """\
@@ -35,6 +34,8 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: if no plan is possible, or it does not fit into memory.
     """
+    from ...inspect import fault_text, inspect_faults
+
     options = from_settings(FaultOptions, given(args, FaultOptions))
     print(fault_text(inspect_faults(options), options.chip))
     return 0

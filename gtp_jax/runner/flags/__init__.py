@@ -3,7 +3,9 @@
 from ._adapter_options import AdapterOptions as AdapterOptions
 from ._execution import Execution as Execution
 from ._expert_options import ExpertOptions as ExpertOptions
+from ._fault_options import FaultOptions as FaultOptions
 from ._faults import Faults as Faults
+from ._inspect_options import InspectOptions as InspectOptions
 from ._knobs import add_flags as add_flags
 from ._knobs import as_tuple as as_tuple
 from ._knobs import check_knobs as check_knobs
