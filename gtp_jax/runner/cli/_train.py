@@ -1,5 +1,7 @@
-"""`gtp-jax train`: trains a model of ours on text, or any NNX model. Its flags are the fields of `TrainConfig`
-(`trainer/_train_flags.py`)."""
+"""`gtp-jax train`: trains a model of ours on text, or any NNX model.
+
+Its flags are the fields of `TrainConfig` (`trainer/_train_flags.py`).
+"""
 
 from __future__ import annotations
 

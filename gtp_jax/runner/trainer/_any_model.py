@@ -41,7 +41,7 @@ class AnyModel:
         return getattr(of, "__name__", type(of).__name__)
 
     def abstract(self) -> nnx.Module:
-        """Returns the model with shapes and shardings in place of arrays. The mesh must be in scope."""
+        """Returns the model with shapes and shardings instead of arrays. The mesh must be in scope."""
         if not isinstance(self._model, nnx.Module):
             return abstract_model(self._made)
         graph, state = nnx.split(self.fresh())

@@ -1,4 +1,4 @@
-"""What the training loop needs of a run, whatever the model, the loss and the data are."""
+"""Defines a run as the training loop sees it, whatever the model, the loss and the data are."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Source(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """What an evaluation has found.
+    """The result of an evaluation.
 
     Attributes:
         values: the numbers to log, by name.

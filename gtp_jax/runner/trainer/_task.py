@@ -43,7 +43,7 @@ class Baseline:
 
 
 class Task(abc.ABC):
-    """What a run trains, and on what. The engine calls the methods in the order of their definition.
+    """A model, its loss and its data, which a run trains. The engine calls the methods in the order of definition.
 
     Attributes:
         out: the directory of the run.
