@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import pytest
 from flax import nnx
 from messages import naming
 from trainer.any_model import Net, Stateful, batches, loss
-from trainer.runs import read_records, refused, small, write_text
+from trainer.runs import finish, losses, python, read_records, refused, small, write_text
 
 import gtp_jax as gtp
 from gtp_jax.checkpoint import Checkpoints
@@ -253,3 +255,48 @@ def test_grains_iterators_are_stored():
         assert resumed.go_to(4, stopped.stored(4)) == ""
         for position in range(4, 9):
             np.testing.assert_array_equal(resumed.batch(position)["tokens"], every[position])
+
+
+PROGRAM = """
+import sys
+import jax
+address, count, own, out, skipped = sys.argv[1], *map(int, sys.argv[2:4]), sys.argv[4], int(sys.argv[5])
+jax.config.update("jax_num_cpu_devices", 2 // count)
+if count > 1:
+    jax.distributed.initialize(address, count, own)
+import optax
+import gtp_jax as gtp
+from trainer.any_model import Net, batches, loss
+data = list(batches())[skipped * own:]
+report = gtp.Trainer(Net, loss, optax.adamw(1e-2), data, out=out, steps=4, save_every=2, gtp=2).run(resume="auto")
+assert report.steps == 4 and bool(report.text) == (own == 0)
+"""
+
+
+def in_processes(folder: Path, count: int, out: Path, *, skipped: int = 0) -> list[str]:
+    """Runs the program in processes that JAX connects, and returns their outputs."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    (folder / "program.py").write_text(PROGRAM)
+    env = {"JAX_PLATFORMS": "cpu", "JAX_COORDINATOR_ADDRESS": address}
+    root = Path(gtp.__file__ or "").parents[1]
+    script = (
+        f"import sys; sys.path.insert(0, {str(root / 'tests')!r}); exec(open({str(folder / 'program.py')!r}).read())"
+    )
+    runs = [
+        python("-c", script, address, count, i, out, skipped, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        for i in range(count)
+    ]
+    return [finish(run) for run in runs]
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one_and_refuse_batches_that_differ(tmp_path):
+    in_processes(tmp_path, 1, tmp_path / "one")
+    in_processes(tmp_path, 2, tmp_path / "two")
+    one, two = losses(tmp_path / "one", "loss"), losses(tmp_path / "two", "loss")
+    assert len(one) == 4 and two == pytest.approx(one, rel=1e-5)
+    for output in in_processes(tmp_path, 2, tmp_path / "other", skipped=1):
+        assert re.search(naming("processes different batches"), output), output
+    assert not (tmp_path / "other/config.json").exists()
