@@ -34,6 +34,7 @@ def model(request, tmp_path_factory):
     return config, tensors, folder / "imported", done.config, np.load(file_of(request.param))
 
 
+@pytest.mark.parametrize("model", others_full(MODELS, ["gemma3", "gpt_oss"]), indirect=True)
 def test_logits_and_greedy_tokens_on_a_mesh_are_those_of_transformers(model):
     config, _, imported, _, recorded = model
     mesh = gtp.make_mesh(gtp=4, tp=2)
@@ -47,7 +48,7 @@ def test_logits_and_greedy_tokens_on_a_mesh_are_those_of_transformers(model):
     assert tokens[0].tolist() == recorded["greedy"].tolist()
 
 
-@pytest.mark.parametrize("model", others_full(MODELS, ["gpt_oss"]), indirect=True)
+@pytest.mark.full
 def test_a_step_on_a_mesh_is_that_without_one(model):
     config, _, imported, _, _ = model
     tokens = tokens_of(config)

@@ -100,6 +100,7 @@ def test_killed_stopped_by_a_signal_and_resumed_equals_never_stopped(
     assert digests(out) == digests(never_stopped[0])
 
 
+@pytest.mark.full
 def test_the_command_line_trains_as_a_program_does(tmp_path):
     named = {"model": "Net", "loss": "loss", "dataset": "batches", "eval-dataset": "batches"}
     flags = [f"--{flag}=trainer.any_model:{name}" for flag, name in named.items()]
