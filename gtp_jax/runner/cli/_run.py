@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import select
 import signal
 import sys
@@ -61,8 +60,10 @@ def _prepare(command: str) -> None:
 
 def _say(text: str) -> None:
     """Prints the reason for an exit status, which is right even if nobody can read the reason."""
-    with contextlib.suppress(OSError):
+    try:
         print(text, file=sys.stderr)
+    except OSError:
+        discard_output(sys.stderr)
 
 
 def _is_read() -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import TextIO
 
 _STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
 
@@ -26,10 +27,11 @@ def open_closed_streams() -> None:
         setattr(sys, name, os.fdopen(null, mode))
 
 
-def discard_output() -> None:
-    """Sends the rest of standard output nowhere: the interpreter writes it out once more when it exits."""
+def discard_output(stream: TextIO | None = None) -> None:
+    """Sends the rest of a stream, by default standard output, nowhere: the interpreter writes it out once more when it
+    exits."""
     null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, sys.stdout.fileno())
+    os.dup2(null, (sys.stdout if stream is None else stream).fileno())
     os.close(null)
 
 
