@@ -262,11 +262,10 @@ PROGRAM = """
 import sys
 import jax
 address, count, own, out, skipped = sys.argv[1], *map(int, sys.argv[2:4]), sys.argv[4], int(sys.argv[5])
-jax.config.update("jax_num_cpu_devices", 2 // count)
-if count > 1:
-    jax.distributed.initialize(address, count, own)
 import optax
 import gtp_jax as gtp
+jax.config.update("jax_num_cpu_devices", 2 // count)
+assert gtp.distributed(address, count, own) == count
 from trainer.any_model import Net, batches, loss
 data = list(batches())[skipped * own:]
 report = gtp.Trainer(Net, loss, optax.adamw(1e-2), data, out=out, steps=4, save_every=2, gtp=2).run(resume="auto")
@@ -280,7 +279,7 @@ def in_processes(folder: Path, count: int, out: Path, *, skipped: int = 0) -> li
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     (folder / "program.py").write_text(PROGRAM)
-    env = {"JAX_PLATFORMS": "cpu", "JAX_COORDINATOR_ADDRESS": address}
+    env = {"JAX_PLATFORMS": "cpu"}
     root = Path(gtp.__file__ or "").parents[1]
     script = (
         f"import sys; sys.path.insert(0, {str(root / 'tests')!r}); exec(open({str(folder / 'program.py')!r}).read())"

@@ -6,3 +6,4 @@ from ._launch import Launch as Launch
 from ._launch import LaunchOptions as LaunchOptions
 from ._launch import NoCoordinator as NoCoordinator
 from ._launch import find_launch as find_launch
+from ._launch import host_of_first as host_of_first

@@ -19,6 +19,9 @@ _JOIN_S = 120.0
 # sooner and, unlike JAX, tolerates processes that were suspended.
 _HEARTBEAT_TIMEOUT_S = 900
 
+# The processes that this one has joined.
+_joined: Launch | None = None
+
 
 class NoCoordinator(ValueError):
     """Raised if the processes of a run do not find each other or lose contact. Starting them again may help.
@@ -90,6 +93,14 @@ class Launch:
             raise NoCoordinator(
                 f"process {self.process} of {self.processes} did not join the others at {self.coordinator}: {error}"
             ) from error
+        global _joined
+        _joined = self
+
+
+def host_of_first() -> str | None:
+    """Returns the host of process 0, as the processes of this program were told when they joined; `None` if JAX was
+    connected in another way."""
+    return None if _joined is None else str(_joined.coordinator).rpartition(":")[0]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ from ...mesh import Roles, current_roles, default_roles, make_mesh, of_all_proce
 from ...recipes import Recipe
 from ...train import Loss, TrainState, View, train_step
 from ..flags import from_settings, knobs, settings_of
-from ..launch import Launch
+from ..launch import Launch, host_of_first
 from ._agreement import Description, software
 from ._any_model import AnyModel
 from ._config_file import PROGRAM, read_config
@@ -404,7 +404,8 @@ def _launch() -> Launch:
         with socket.socket() as free:
             free.bind(("", 0))
             port = free.getsockname()[1]
-        host = os.environ.get("JAX_COORDINATOR_ADDRESS", "").rpartition(":")[0] or socket.gethostname()
+        named = os.environ.get("JAX_COORDINATOR_ADDRESS", "").rpartition(":")[0]
+        host = host_of_first() or named or socket.gethostname()
         text = f"{host}:{port}".encode()
         address[: len(text)] = np.frombuffer(text, np.uint8)
     told = of_all_processes(address)[0].tobytes().rstrip(b"\0").decode()
