@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
 import re
 import signal
@@ -229,6 +231,42 @@ def test_an_iterator_with_a_state_reads_no_batch_again_but_the_first():
     assert data.made == 2
     with pytest.raises(ValueError, match=naming("state of an iterator `data` `get_state`")):
         DataSet(batches).go_to(5, extra)
+
+
+class _Changing:
+    """Three batches of one pass, whose state is the object that it changes."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.state = number, {"next": 0}
+
+    def __iter__(self) -> _Changing:
+        return self
+
+    def __next__(self) -> np.ndarray:
+        if self.state["next"] == 3:
+            raise StopIteration
+        self.state["next"] += 1
+        return np.full((8,), 10 * self.number + self.state["next"], np.int32)
+
+    def get_state(self) -> dict[str, int]:
+        return self.state
+
+    def set_state(self, state: dict[str, int]) -> None:
+        self.state = state
+
+
+@pytest.mark.parametrize("position", [1, 3, 7])
+def test_a_function_that_returns_other_batches_for_each_pass_resumes_in_the_same_pass(position: int):
+    def opened() -> DataSet:
+        numbers = itertools.count()
+        return DataSet(lambda: _Changing(next(numbers)))
+
+    whole, resumed = opened(), opened()
+    whole.batch(position + 1)  # reads ahead
+    resumed.go_to(position, json.loads(json.dumps(whole.stored(position))))
+    for following in range(position, position + 5):
+        expected = whole.batch(following)
+        np.testing.assert_array_equal(resumed.batch(following), expected)
 
 
 def test_a_generator_object_ends_where_it_ends_and_says_so():

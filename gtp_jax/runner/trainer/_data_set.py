@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import collections
+import copy
 import functools
 import hashlib
 import math
@@ -48,6 +49,7 @@ class DataSet:
         self._once = False
         self._make = self._maker(data)
         self._iterator: Any = None
+        self._pass = 0  # the number of the pass that the iterator makes
         self._next = 0  # the position of the batch that the iterator yields next
         self._latest: collections.OrderedDict[int, tuple[Any, Any]] = collections.OrderedDict()
         if self._sequence is not None and not len(self._sequence):
@@ -187,7 +189,9 @@ class DataSet:
             )
         with self._lock:
             if self.has_state:
-                self._iterator = self._make()
+                # a function may return other batches for each pass
+                while self._pass < said["state"].get("pass", 0):
+                    self._start_pass()
                 self._iterator.set_state(_from_json(said["state"]))
                 self._latest.clear()
                 self._next = position
@@ -203,7 +207,11 @@ class DataSet:
         return self._iterator
 
     def _state(self) -> Any:
-        return _to_json(self._opened().get_state()) if self.has_state else None
+        return {**_to_json(self._opened().get_state()), "pass": self._pass} if self.has_state else None
+
+    def _start_pass(self) -> None:
+        self._iterator = self._make()
+        self._pass += 1
 
     def _read(self) -> None:
         """Reads the next batch."""
@@ -218,7 +226,7 @@ class DataSet:
                     f"`{self.name}` ended after {self._next} batches, and cannot be read again, because it is "
                     f"{brief(self._opened())}. Pass the function that makes it, without calling it, or a list."
                 ) from None
-            self._iterator = self._make()
+            self._start_pass()
             state = self._state()
             try:
                 batch = next(self._iterator)
@@ -327,8 +335,11 @@ def _digest(batch: Any) -> str:
 
 
 def _to_json(state: Any) -> Any:
-    """Returns the state of an iterator, which is bytes or JSON values, as JSON values."""
-    return {"bytes": base64.b64encode(state).decode()} if isinstance(state, bytes) else {"json": state}
+    """Returns the state of an iterator, which is bytes or JSON values, as JSON values of their own."""
+    if isinstance(state, bytes):
+        return {"bytes": base64.b64encode(state).decode()}
+    # some iterators return the very object that they change as they go on
+    return {"json": copy.deepcopy(state)}
 
 
 def _from_json(stored: Mapping[str, Any]) -> Any:
