@@ -112,7 +112,7 @@ def kinds_of(stored: Any, logical: Any, inputs: Sequence[Kind]) -> list[Kind]:
     """
     one, other = (getattr(closed, "jaxpr", closed) for closed in (stored, logical))
     pairs = zip(getattr(stored, "consts", ()), getattr(logical, "consts", ()), strict=True)
-    if len(one.eqns) != len(other.eqns) or not all(_same_constants(a, b) for a, b in pairs):
+    if len(one.eqns) != len(other.eqns) or not all(same_constants(a, b) for a, b in pairs):
         raise ReadsPadding
     known = dict.fromkeys(one.constvars, Kind.NONE) | dict(zip(one.invars, inputs, strict=True))
 
@@ -125,7 +125,7 @@ def kinds_of(stored: Any, logical: Any, inputs: Sequence[Kind]) -> list[Kind]:
             for a, b in zip(eqn.invars, again.invars, strict=True)
             if isinstance(a, jax.extend.core.Literal) and isinstance(b, jax.extend.core.Literal)
         ]
-        if eqn.primitive is not again.primitive or not all(_same_constants(a, b) for a, b in literals):
+        if eqn.primitive is not again.primitive or not all(same_constants(a, b) for a, b in literals):
             raise ReadsPadding
         kinds = _kinds_of_results(eqn, again, [kind_of(atom) for atom in eqn.invars])
         known |= dict(zip(eqn.outvars, kinds, strict=True))
@@ -193,7 +193,7 @@ def _is_zero(atom: Any) -> bool:
     return isinstance(atom, jax.extend.core.Literal) and np.ndim(atom.val) == 0 and bool(atom.val == 0)
 
 
-def _same_constants(one: Any, other: Any) -> bool:
+def same_constants(one: Any, other: Any) -> bool:
     if jnp.issubdtype(getattr(one, "dtype", np.float32), jax.dtypes.prng_key):
         return one is other
     return np.shape(one) == np.shape(other) and np.array_equal(np.asarray(one), np.asarray(other), equal_nan=False)

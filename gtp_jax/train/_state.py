@@ -15,9 +15,11 @@ from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from .._words import Offloaded
 from ..mesh import Path, check_mesh_in_scope, mesh_of_devices, of_parameter, with_paths
 from ..nn import ModelDef, split_model
 from ..recipes import Recipe, check_recipe
+from ._host_memory import choose, is_on_host, on_device
 from ._layers_as_one import warn_of_layers_as_one
 from ._memory import check_held, distinct
 from ._optimizer import check_optimizer, of_model
@@ -62,7 +64,12 @@ class TrainState:
 
     @classmethod
     def create(
-        cls, model: nnx.Module, optimizer: optax.GradientTransformation, *, recipe: Recipe | None = None
+        cls,
+        model: nnx.Module,
+        optimizer: optax.GradientTransformation,
+        *,
+        recipe: Recipe | None = None,
+        offload: Offloaded | None = None,
     ) -> TrainState:
         """Returns the state at step 0. Allocates nothing if the model is abstract (see `abstract_model`). Warns if the
         optimizer treats the layers of a `Stack` as one tensor (see `per_layer`); and, unless the model is abstract, if
@@ -73,12 +80,17 @@ class TrainState:
             optimizer: any optax optimizer.
             recipe: the recipe of the step. It matters only if it has delayed scaling (`gtp_jax.recipes.FP8Delayed`),
                 whose amaxes the state keeps.
+            offload: what the host's memory holds between steps. `"optimizer"`: the arrays of the optimizer's state that
+                have a parameter's shape. `"masters"`: these and the parameters; a step copies the parameters to the
+                device before it computes. Steps update such arrays in blocks, so their updates must be elementwise.
+                Arrays of less than 65,536 elements, or of one dimension, stay on the device. `None` for nothing.
 
         Raises:
             ValueError: if the mesh in scope has Explicit axes or was set by `with mesh:`, if modules were built under
                 different roles, if a weight's array does not have the shape that it was built with, if the model has an
                 `nnx.WeightNorm` or `nnx.SpectralNorm`, if the recipe has delayed scaling and does not fit the model, if
-                a `per_layer` in the optimizer cannot be mapped over layers, or if this is called while JAX traces.
+                a `per_layer` in the optimizer cannot be mapped over layers, or if this is called while JAX traces; if
+                `offload` is an unknown word, or the host has too little memory for it, or a weight is stored padded.
             TypeError: if `optimizer` is not an optax optimizer, or `recipe` is not a recipe.
         """
         check_optimizer(optimizer)
@@ -91,16 +103,18 @@ class TrainState:
         warn_of_layers_as_one(optimizer, model_def, params)
         specs = state_specs(model_def, optimizer, params, scaling)
         optimizer = of_model(optimizer, model_def)
+        away = choose(offload, params, jax.eval_shape(optimizer.init, params), model_def)
         if abstract:
-            shapes = jax.eval_shape(optimizer.init, params)
             abstract_on_mesh = functools.partial(_abstract, mesh)
-            opt_state = jax.tree.map(abstract_on_mesh, shapes, specs.opt_state)
+            opt_state = jax.tree.map(abstract_on_mesh, jax.eval_shape(optimizer.init, params), specs.opt_state)
+            params, opt_state = away.shapes(mesh, (params, opt_state), (specs.params, specs.opt_state))
             step: Any = abstract_on_mesh(jax.ShapeDtypeStruct((), jnp.int32), PartitionSpec())
             model_state = jax.tree.map(abstract_on_mesh, model_state, specs.model_state)
             frozen = jax.tree.map(abstract_on_mesh, frozen, specs.frozen)
             scaling = jax.tree.map(abstract_on_mesh, scaling, specs.scaling)
             return cls(params, opt_state, step, model_def, model_state, frozen, scaling)
-        opt_state = jax.jit(optimizer.init, out_shardings=_shardings(mesh, specs.opt_state))(params)
+        opt_state = away.initial(optimizer.init, params, _shardings(mesh, specs.opt_state))
+        params = away.moved(params)
         step = jnp.zeros((), jnp.int32)
         if shardings := _shardings(mesh, PartitionSpec()):
             # A step donates its state. Because of the copies, the model keeps its own batch statistics and counts.
@@ -128,7 +142,7 @@ class TrainState:
             ValueError: if the arrays were donated to a step.
         """
         check_held(self)
-        return self.model_def.model(self.params, self.model_state, self.frozen)
+        return self.model_def.model(on_device(self.params), self.model_state, self.frozen)
 
 
 def check_state(state: Any) -> None:
@@ -166,7 +180,9 @@ def state_specs(
 
 
 @contextlib.contextmanager
-def of_optimizer(state: TrainState, optimizer: optax.GradientTransformation) -> Iterator[None]:
+def of_optimizer(
+    model_def: ModelDef, opt_state: Tree, params: Tree, optimizer: optax.GradientTransformation
+) -> Iterator[None]:
     """Returns a context for an optimizer's update, which refuses a state that was made for another optimizer.
 
     A state whose arrays have other paths, shapes or dtypes is refused before the update. If only the types of the nodes
@@ -175,8 +191,8 @@ def of_optimizer(state: TrainState, optimizer: optax.GradientTransformation) -> 
     Raises:
         ValueError: if the state is refused; the message names the first array, or the structure, that differs.
     """
-    own = jax.eval_shape(of_model(optimizer, state.model_def).init, state.params)
-    wanted, found = ({path: form(leaf) for path, leaf in with_paths(tree)} for tree in (own, state.opt_state))
+    own = jax.eval_shape(of_model(optimizer, model_def).init, params)
+    wanted, found = ({path: form(leaf) for path, leaf in with_paths(tree)} for tree in (own, opt_state))
     path = next((path for path in (*wanted, *found) if wanted.get(path) != found.get(path)), None)
     remedy = (
         "Pass `train_step` the optimizer that `TrainState.create` was called with; to change optimizers, make a new "
@@ -191,7 +207,7 @@ def of_optimizer(state: TrainState, optimizer: optax.GradientTransformation) -> 
     try:
         yield
     except Exception as error:
-        structures = [jax.tree.structure(tree) for tree in (state.opt_state, own)]
+        structures = [jax.tree.structure(tree) for tree in (opt_state, own)]
         if structures[0] == structures[1]:
             raise
         raise ValueError(
@@ -222,7 +238,8 @@ def check_optimizer_keeps_forms(before: Tree, after: Tree) -> None:
 
 
 def constrained(tree: Tree, specs: Tree) -> Tree:
-    """Constrains the shardings of the arrays in a pytree. Without a mesh in scope, returns the tree unchanged.
+    """Constrains the shardings of the arrays in a pytree. Without a mesh in scope, returns the tree unchanged. Arrays in
+    the host's memory keep their shardings.
 
     Args:
         tree: the pytree.
@@ -232,7 +249,9 @@ def constrained(tree: Tree, specs: Tree) -> Tree:
         return tree
     leaves, structure = jax.tree.flatten(tree)
     partitions = jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
-    return jax.tree.unflatten(structure, map(lax.with_sharding_constraint, leaves, partitions))
+    pairs = zip(leaves, partitions, strict=True)
+    own = [leaf if is_on_host(leaf) else lax.with_sharding_constraint(leaf, spec) for leaf, spec in pairs]
+    return jax.tree.unflatten(structure, own)
 
 
 def _shardings(mesh: Mesh, specs: Any) -> Any:

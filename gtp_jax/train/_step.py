@@ -17,6 +17,7 @@ from .._words import ReduceOverDp
 from ..mesh import Roles, current_roles, degree, degrees, platform
 from ..recipes import Recipe, check_recipe, recipe_of_call
 from ._gradients import Computed, gradients, losses, mean_gradients
+from ._host_memory import is_on_host, on_device
 from ._jit import Jitted
 from ._loss import Loss, check_loss, mean
 from ._memory import check_values
@@ -162,7 +163,8 @@ def train_step(
     def step(state: TrainState, batch: Tree, skip: jax.Array | None = None) -> tuple[TrainState, dict[str, Any]]:
         check_state(state)
         chosen = request._replace(recipe=recipe_of_call(recipe))
-        computed = gradients(chosen, state, batch)
+        arrived = dataclasses.replace(state, params=on_device(state.params))
+        computed = gradients(chosen, arrived, batch)
         after, metrics = updated(
             state,
             computed,
@@ -217,7 +219,8 @@ def eval_step(
 
     def step(state: TrainState, batch: Tree) -> dict[str, Any]:
         check_state(state)
-        computed = losses(Request(loss, view, has_aux, 1, recipe_of_call(recipe)), state, batch)
+        arrived = dataclasses.replace(state, params=on_device(state.params))
+        computed = losses(Request(loss, view, has_aux, 1, recipe_of_call(recipe)), arrived, batch)
         return _metrics(computed, state, view, has_aux)
 
     options = lambda *args: _options(compiler_options, recipe_of_call(recipe), view, *args)  # noqa: E731
@@ -271,6 +274,7 @@ def loss_and_gradients(
             "which scales each operand by its own amax."
         )
     request = Request(loss, view, False, microbatches, chosen, pregathered_layers, seed, reduce_over_dp)
+    state = dataclasses.replace(state, params=on_device(state.params))
     computed = gradients(request, state, batch)
     grads = mean_gradients(state.params, computed)
     return mean(computed.total, computed.tokens), grads
@@ -302,8 +306,9 @@ def _options(own: dict[str, Any] | None, recipe: Recipe | None, view: View, *arg
     tensor = current_roles().tensor
     known = tensor in jax.sharding.get_abstract_mesh().axis_names  # the roles in scope may not be those of the model
     units = [a.model_def.largest_unit for a in args if isinstance(a, TrainState) and view == "global"]
+    copies = any(map(is_on_host, jax.tree.leaves(args)))
     return compile_options(
-        platform(), own, tp=degree(tensor) if known else 1, fp8=fp8, largest_unit=max(units, default=0)
+        platform(), own, tp=degree(tensor) if known else 1, fp8=fp8, largest_unit=max(units, default=0), copies=copies
     )
 
 

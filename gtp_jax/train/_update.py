@@ -17,11 +17,13 @@ from ..nn import UpdateRule
 from ..ops import MOST
 from ..recipes import Recipe
 from ._gradients import Computed, mean_gradients
+from ._host_memory import device_shapes
 from ._loss import mean
 from ._optimizer import of_model
 from ._scaling import amaxes_of_step, updated_scaling
 from ._state import TrainState, check_optimizer_keeps_forms, constrained, of_optimizer, state_specs
 from ._state_form import check_form_kept
+from ._streamed import streamed, streams
 
 Tree = Any
 
@@ -82,35 +84,53 @@ def updated(
     finite = jnp.isfinite(mean(computed.total, computed.tokens)) & jnp.isfinite(norm)
     skipped = ~finite if skip_nonfinite else jnp.zeros((), jnp.bool)
     skipped = skipped if skip is None else skipped | skip
-    specs = state_specs(state.model_def, optimizer, state.params, state.scaling)
-    amaxes = amaxes_of_step(state.model(), recipe, computed.amaxes)
+    specs = state_specs(state.model_def, optimizer, device_shapes(state.params), state.scaling)
+    model = state.model()
+    amaxes = amaxes_of_step(model, recipe, computed.amaxes)
 
-    def apply() -> TrainState:
-        # The means are computed inside the branch, so that XLA fuses them with the update as it does without a branch.
-        # The results of both programs are then the same bit for bit.
-        grads = _means(state.params, computed, rules)
-        if max_grad_norm is not None:
-            scale = jnp.minimum(1.0, min(max_grad_norm, MOST) / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
+    def update(found: Tree, opt_state: Tree, params: Tree, scalars: Tree) -> tuple[Tree, Tree]:
+        tokens, scale, loss, ruled = scalars
+        # The means are computed here, inside the branch, so that XLA fuses them with the update as it does without a
+        # branch. The results of both programs are then the same bit for bit.
+        grads = _means(params, computed._replace(gradients=found, tokens=tokens), rules)
+        if scale is not None:
             grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
         value_fn = _value_fn(compute, rules, clipped=max_grad_norm is not None)
-        extra = {"value": mean(computed.total, computed.tokens), "grad": grads, "value_fn": value_fn}
-        with of_optimizer(state, optimizer):
-            update = of_model(optimizer, state.model_def).update
-            updates, opt_state = update(grads, state.opt_state, state.params, **extra)
-        check_optimizer_keeps_forms(state.opt_state, opt_state)
-        params: Any = optax.apply_updates(state.params, updates)
-        before = {path: leaf for path, leaf in with_paths(state.params) if path in rules}
-        moved = {path: rules[path].moved(leaf, ruled[path]) for path, leaf in before.items()}
-        scaling = updated_scaling(state.scaling, state.model(), recipe, amaxes)
+        with of_optimizer(state.model_def, opt_state, params, optimizer):
+            own = of_model(optimizer, state.model_def).update
+            updates, after = own(grads, opt_state, params, value=loss, grad=grads, value_fn=value_fn)
+        check_optimizer_keeps_forms(opt_state, after)
+        moved = {path: rules[path].moved(leaf, ruled[path]) for path, leaf in with_paths(params) if path in rules}
+        return after, _with(optax.apply_updates(params, updates), moved)
+
+    away = streams(state.params, state.opt_state)
+
+    def apply() -> TrainState:
+        scale = None
+        if max_grad_norm is not None:
+            scale = jnp.minimum(1.0, min(max_grad_norm, MOST) / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
+        scalars = computed.tokens, scale, mean(computed.total, computed.tokens), ruled
+        given = computed.gradients, state.opt_state, state.params, scalars
+        if away:
+            opt_state, params = streamed(update, *given, state.model_def.specs)
+        else:
+            opt_state, params = update(*given)
+        scaling = updated_scaling(state.scaling, model, recipe, amaxes)
         own = computed.model_state, state.frozen, scaling
-        after = TrainState(_with(params, moved), opt_state, state.step + 1, state.model_def, *own)  # pyright: ignore[reportArgumentType]
+        after = TrainState(params, opt_state, state.step + 1, state.model_def, *own)
         return constrained(after, specs)
 
     branches = skip_nonfinite or skip is not None
     if branches or not jax.sharding.get_abstract_mesh().empty:
         check_form_kept(state.model_state, computed.model_state)
     # A branch lets XLA update in place. Selecting between old and new arrays took 6 to 18 % more temporary memory.
-    after = lax.cond(skipped, lambda: state, apply) if branches else apply()
+    if not branches:
+        after = apply()
+    elif away:
+        # In the other order, XLA (0.11, 0.12) would copy the arrays on the host in the branch that keeps the state.
+        after = lax.cond(~skipped, apply, lambda: state)
+    else:
+        after = lax.cond(skipped, lambda: state, apply)
     metrics = {"grad_norm": norm, "skipped": skipped, **_metrics(rules, ruled)}
     # The state is constrained so that its partition never changes, and a step can donate its memory.
     return constrained(after, specs), metrics
