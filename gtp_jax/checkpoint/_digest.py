@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ..mesh import of_all_processes
+from ..mesh import of_all_processes, on_device
 from ._logical import LogicalArray
 
 # Odd, so that multiplication by them loses no bit. `_LANES` are from the golden ratio and the square root of three.
@@ -150,7 +150,7 @@ def _part_sums(words: jax.Array, begin: jax.Array) -> jax.Array:
 def _sums(array: jax.Array, begins: Sequence[Any], shape: tuple[int, ...] | None = None) -> jax.Array:
     """Returns the sums over a part of an array that begins at the indices `begins`; if `shape` is given, over those of
     its elements that lie within an array of this shape."""
-    words = _words(array)
+    words = _words(on_device(array))
     place = jnp.zeros(words.shape, jnp.uint32)
     for dim, begin in enumerate((*begins, *(0,) * (words.ndim - len(begins)))):
         constant = jnp.uint32(_DIMS[dim % len(_DIMS)] + 2 * (dim // len(_DIMS)))

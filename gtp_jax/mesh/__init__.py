@@ -27,6 +27,8 @@ from ._hardware import supports_grouped_matmul as supports_grouped_matmul
 from ._hardware import supports_packed_attention as supports_packed_attention
 from ._memory import DeviceMemory as DeviceMemory
 from ._memory import device_memory as device_memory
+from ._memory import is_on_host as is_on_host
+from ._memory import on_device as on_device
 from ._paths import Path as Path
 from ._paths import of_parameter as of_parameter
 from ._paths import with_paths as with_paths

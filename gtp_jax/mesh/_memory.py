@@ -1,8 +1,8 @@
-"""What devices report about their memory."""
+"""Finds the memory in which arrays are, and what devices report about theirs."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -33,3 +33,15 @@ def device_memory() -> DeviceMemory | None:
     limit, used = stats["bytes_limit"], stats["bytes_in_use"]
     least = of_all_processes(np.array([limit // _MIB, (limit - used) // _MIB], np.int32)).min(axis=0)
     return DeviceMemory(*(int(size) * _MIB for size in least))
+
+
+def is_on_host(leaf: Any) -> bool:
+    """Returns whether an array, or the shape of one, is in the memory of the host."""
+    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+        return jax.typeof(leaf).memory_space == jax.memory.Space.Host
+    return False
+
+
+def on_device(tree: Any) -> Any:
+    """Returns a tree with copies, in the memory of the device, of the arrays that are in the memory of the host."""
+    return jax.tree.map(lambda leaf: jax.device_put(leaf, jax.memory.Space.Device) if is_on_host(leaf) else leaf, tree)

@@ -29,18 +29,6 @@ _LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 _DEFAULT_LIMIT = 64
 
 
-def is_on_host(leaf: Any) -> bool:
-    """Returns whether an array, or the shape of one, is in the memory of the host."""
-    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
-        return jax.typeof(leaf).memory_space == jax.memory.Space.Host
-    return False
-
-
-def on_device(tree: Tree) -> Tree:
-    """Returns a tree with copies, in the memory of the device, of the arrays that are in the memory of the host."""
-    return jax.tree.map(lambda leaf: jax.device_put(leaf, jax.memory.Space.Device) if is_on_host(leaf) else leaf, tree)
-
-
 def device_shapes(tree: Tree) -> Tree:
     """Returns the shapes and dtypes of arrays, as if all were in the memory of the device."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
@@ -125,8 +113,8 @@ def choose(offload: Any, params: Tree, opt_state: Tree, model_def: ModelDef) -> 
     if offload is not None and model_def.padded:
         name = ".".join(next(iter(model_def.padded)))
         raise ValueError(
-            f"`offload` is {offload!r}, but the weight {name!r} is stored padded (`even_shares`), and blocks do not say "
-            "where padding is. Create the model without `even_shares`, or the state without `offload`."
+            f"`offload` is {offload!r}, but the weight {name!r} is stored padded (`even_shares`), and blocks do not "
+            "say where padding is. Create the model without `even_shares`, or the state without `offload`."
         )
     large = {
         path: leaf.shape
@@ -187,7 +175,7 @@ def _check_room(sizes: Iterable[int], environment: Mapping[str, str] = os.enviro
     if free is not None and needed > free:
         raise ValueError(
             f"`offload` keeps {_gib(needed)} of the state in the memory of this host, which has {_gib(free)} "
-            "available. Use more hosts, keep less there (`offload='optimizer'`), or choose an optimizer with less state."
+            "available. Use more hosts, keep less there (`offload='optimizer'`), or an optimizer with less state."
         )
     limit = int(environment.get(_LIMIT, _DEFAULT_LIMIT))
     if jax.default_backend() == "gpu" and needed > limit << 30:

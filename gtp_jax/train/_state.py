@@ -16,10 +16,18 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._words import Offloaded
-from ..mesh import Path, check_mesh_in_scope, mesh_of_devices, of_parameter, with_paths
+from ..mesh import (
+    Path,
+    check_mesh_in_scope,
+    is_on_host,
+    mesh_of_devices,
+    of_parameter,
+    on_device,
+    with_paths,
+)
 from ..nn import ModelDef, split_model
 from ..recipes import Recipe, check_recipe
-from ._host_memory import choose, is_on_host, on_device
+from ._host_memory import choose
 from ._layers_as_one import warn_of_layers_as_one
 from ._memory import check_held, distinct
 from ._optimizer import check_optimizer, of_model
@@ -238,8 +246,8 @@ def check_optimizer_keeps_forms(before: Tree, after: Tree) -> None:
 
 
 def constrained(tree: Tree, specs: Tree) -> Tree:
-    """Constrains the shardings of the arrays in a pytree. Without a mesh in scope, returns the tree unchanged. Arrays in
-    the host's memory keep their shardings.
+    """Constrains the shardings of the arrays in a pytree. Without a mesh in scope, returns the tree unchanged. Arrays
+    in the memory of the host keep their shardings.
 
     Args:
         tree: the pytree.

@@ -14,10 +14,9 @@ import optax
 
 from .._foreign import brief
 from .._words import ReduceOverDp
-from ..mesh import Roles, current_roles, degree, degrees, platform
+from ..mesh import Roles, current_roles, degree, degrees, is_on_host, on_device, platform
 from ..recipes import Recipe, check_recipe, recipe_of_call
 from ._gradients import Computed, gradients, losses, mean_gradients
-from ._host_memory import is_on_host, on_device
 from ._jit import Jitted
 from ._loss import Loss, check_loss, mean
 from ._memory import check_values

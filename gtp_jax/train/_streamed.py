@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..mesh import Path, of_parameter, with_paths
+from ..mesh import Path, is_on_host, of_parameter, with_paths
 from ._block_update import NotInBlocks, Trace, evaluated, needed, owners_of_blocks, traced
-from ._host_memory import device_shapes, is_on_host
+from ._host_memory import device_shapes
 
 Tree = Any
 Update = Callable[[Tree, Tree, Tree, Tree], tuple[Tree, Tree]]
@@ -113,7 +113,7 @@ def streamed(update: Update, gradients: Tree, opt_state: Tree, params: Tree, sca
     for number in arguments:
         if is_on_host(leaves[number]):
             name = ".".join(paths[number][1:])
-            raise _refused("the optimizer's update", f"it reads {name!r} as a whole, which would have to leave the host")
+            raise _refused("the optimizer's update", f"it reads {name!r} as a whole, not in blocks")
     known = {number: leaves[number] for number in arguments}
     found = evaluated(ops, known, [*common, *_of(whole, rest)])
 
@@ -132,8 +132,9 @@ def streamed(update: Update, gradients: Tree, opt_state: Tree, params: Tree, sca
                 for group, size, own, more in zip(groups, sizes, flat, moving, strict=True)
             ]
 
+        replaced = [own[1:] for own in arrays]
         new = lax.fori_loop(0, count, body, [own[1:] for own in flat])
-        return [[a.reshape(b.shape) for a, b in zip(*both, strict=True)] for both in zip(new, [own[1:] for own in arrays], strict=True)]
+        return jax.tree.map(lambda array, like: array.reshape(like.shape), new, replaced)
 
     arrays = [[leaves[n] for n in group.inputs] for group in groups]
     if not jax.sharding.get_abstract_mesh().empty:
