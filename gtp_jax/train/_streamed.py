@@ -128,7 +128,9 @@ def streamed(update: Update, gradients: Tree, opt_state: Tree, params: Tree, sca
 
         def body(i: jax.Array, moving: list[list[jax.Array]]) -> list[list[jax.Array]]:
             return [
-                _updated(in_block, group, blocks, dict(zip(common, scalars, strict=True)), i, size, [own[0], *more])
+                _updated(
+                    in_block, group, blocks, dict(zip(common, scalars, strict=True)), i, count, size, [own[0], *more]
+                )
                 for group, size, own, more in zip(groups, sizes, flat, moving, strict=True)
             ]
 
@@ -154,6 +156,7 @@ def _updated(
     blocks: Mapping[int, Path],
     known: dict[int, Any],
     number: jax.Array,
+    count: int,
     rows: int,
     arrays: list[jax.Array],
 ) -> list[jax.Array]:
@@ -165,14 +168,17 @@ def _updated(
         blocks: the values of the trace that are blocks.
         known: the other values that blocks read, by number.
         number: the number of the block.
+        count: the number of blocks.
         rows: the number of rows in a block.
         arrays: the gradient, which the update only reads, and the arrays that it replaces, each `(rows, columns)`.
 
     Returns:
         `arrays` after the update, without the gradient.
     """
-    # The last blocks begin early enough to be whole. They keep the rows that blocks before them have updated.
-    start = jnp.minimum(number * rows, group.rows - rows)
+    whole = group.rows % rows == 0 and group.rows // rows == count
+    # XLA copies by DMA only if the start is a multiple of the loop's counter, and by slower kernels otherwise. The last
+    # of other blocks begin early enough to be whole, and keep the rows that blocks before them have updated.
+    start = number * rows if whole else jnp.minimum(number * rows, group.rows - rows)
     parts = [lax.dynamic_slice_in_dim(array, start, rows) for array in arrays]
     parts = [jax.device_put(part, jax.memory.Space.Device) if is_on_host(part) else part for part in parts]
     shape = group.block(rows, group.columns)
@@ -182,7 +188,7 @@ def _updated(
 
     def replaced(array: jax.Array, part: jax.Array, new: jax.Array) -> jax.Array:
         new = new.reshape(rows, group.columns)
-        if group.rows % rows:
+        if not whole:
             old = start + lax.broadcasted_iota(jnp.int32, (rows, 1), 0) < number * rows
             new = jnp.where(old, part, new)
         new = jax.device_put(new, jax.memory.Space.Host) if is_on_host(array) else new
@@ -233,7 +239,8 @@ def _count(leaves: Sequence[Any], groups: Sequence[_Streamed]) -> int:
         for number in group.inputs
         if is_on_host(leaves[number])
     )
-    return min(max(2, -(-size // _BYTES_PER_BLOCK)), _MOST_BLOCKS)
+    least = min(max(2, -(-size // _BYTES_PER_BLOCK)), _MOST_BLOCKS)
+    return 1 << (least - 1).bit_length()  # a power of two divides the rows of most arrays
 
 
 def _refused(what: str, why: str) -> ValueError:
