@@ -26,7 +26,8 @@ from gtp_jax.checkpoint import Checkpoints
 from gtp_jax.nn import abstract_model
 from gtp_jax.runner.cli import main
 from gtp_jax.runner.trainer import TrainConfig, _loop
-from gtp_jax.runner.trainer._data_set import DataSet
+from gtp_jax.runner.trainer._data_set import DataSet, PlacedData
+from gtp_jax.runner.trainer._evaluations import evaluate_batches
 from gtp_jax.runner.trainer._optimizer import optimizer_of
 
 STEPS = 7  # more than two passes of the data
@@ -267,6 +268,19 @@ def test_a_function_that_returns_other_batches_for_each_pass_resumes_in_the_same
     for following in range(position, position + 5):
         expected = whole.batch(following)
         np.testing.assert_array_equal(resumed.batch(following), expected)
+
+
+@pytest.mark.parametrize(("counted", "expected"), [(None, 2.5), ([1, 3], 3.75)])
+def test_a_batch_is_evaluated_with_the_weight_of_what_the_loss_counts_or_else_of_its_rows(counted, expected):
+    mesh = gtp.make_mesh(gtp=2, devices=jax.devices()[:2])
+    rows = np.arange(6, dtype=np.float32)[:, None]
+    placed = PlacedData(DataSet([{"x": rows[:4]}, {"x": rows[4:]}]), mesh, gtp.mesh.Roles())
+    counts = itertools.repeat({}) if counted is None else ({"tokens": count} for count in counted)
+
+    def evaluate(batch: dict[str, jax.Array]) -> dict[str, Any]:
+        return {"loss": np.asarray(batch["x"]).mean(), **next(counts)}
+
+    assert evaluate_batches(placed, None, evaluate, {}).values == {"held_out": expected}
 
 
 def test_a_generator_object_ends_where_it_ends_and_says_so():

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..._foreign import printable
-from ._data_set import PlacedData
+from ._data_set import PlacedData, rows_of
 from ._job import Evaluation, Metrics
 from ._log import HELD_OUT, Record
 from ._loop import Outcome
@@ -23,6 +23,9 @@ def evaluate_batches(
 ) -> Evaluation:
     """Returns the mean loss over the first batches of a data set, which are the same every time, and other numbers.
 
+    The mean is over tokens if the loss counts them, and otherwise over rows: a scalar is the mean over those of its
+    batch.
+
     Args:
         placed: the data set; `None` for no loss.
         batches: the number of batches; `None` for all.
@@ -34,11 +37,14 @@ def evaluate_batches(
     """
     values: dict[str, float] = {}
     if placed is not None:
-        found = [evaluate(placed.placed(one, i)) for i, one in enumerate(placed.data.pass_of(batches))]
-        weights = [float(metrics.get("tokens", 1.0)) for metrics in found]
+        found: list[tuple[Metrics, int]] = []
+        for i, batch in enumerate(placed.data.pass_of(batches)):
+            found.append((evaluate(placed.placed(batch, i)), rows_of(batch)))
+        losses = [float(metrics["loss"]) for metrics, _ in found]
+        weights = [float(metrics.get("tokens", rows)) for metrics, rows in found]
         if not sum(weights):
             raise ValueError(f"the batches of `{placed.data.name}` have no tokens that the loss counts. Pass others.")
-        values[HELD_OUT] = float(np.dot([float(metrics["loss"]) for metrics in found], weights) / sum(weights))
+        values[HELD_OUT] = float(np.dot(losses, weights) / sum(weights))
     values |= others
     shown = {name.replace("_", " "): f"{value:.4g}" for name, value in values.items()}
     text = "   ".join(f"{printable(name)} {value}" for name, value in shown.items())

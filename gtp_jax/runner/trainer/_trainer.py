@@ -108,7 +108,8 @@ class Trainer:
         view: the view of the loss, as in `train_step`.
         max_grad_norm: the norm to which larger gradients are scaled down; `None` for no limit.
         schedule: the optimizer's schedule of the learning rate, if it is to be logged.
-        eval_data: batches to evaluate on, as `data`. The loss is computed in evaluation mode (`model.eval()`).
+        eval_data: batches to evaluate on, as `data`. The loss is computed in evaluation mode (`model.eval()`). Batches
+            have the weight of what the loss counts; of their rows, if it returns a scalar.
         evaluate: `(model) -> number`, or a mapping of numbers by name; called with the model in evaluation mode, in
             every process, with the mesh in scope. The next step donates the arrays of this model.
         eval_every: the number of steps between evaluations; 0 for none.
