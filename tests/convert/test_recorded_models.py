@@ -131,7 +131,9 @@ def test_what_gemma_3_leaves_out_is_that_of_transformers(tmp_path):
     assert (whole.window, whole.full_every) == (5, None)
     for config in (found, of_5, without, whole):
         layout = hugging_face_of(config)
-        assert config_of(tmp_path, {"model_type": layout.model_type, **layout.to_json(config)}) == config
+        content = layout.to_json(config)
+        assert config_of(tmp_path, {"model_type": layout.model_type, **content}) == config
+        assert content["sliding_window"] == (config.window or 4096), "transformers reads it even without a window"
 
 
 def test_a_scaling_that_transformers_has_not_for_phi_3_or_ours_has_not_is_refused(tmp_path):

@@ -17,8 +17,10 @@ _ROTARY = "rope_parameters"
 def window_json(kind: Kind, config: LlamaConfig) -> dict[str, Any]:
     """Returns the fields of config.json that determine what a token attends to."""
     windowed = config.window is not None
+    # transformers makes the mask of a window even if no layer of such a kind has one
+    unused = kind.defaults["sliding_window"] if kind.full_every else None
     fields = {
-        "sliding_window": config.window,
+        "sliding_window": config.window if windowed else unused,
         "use_sliding_window": windowed,
         "max_window_layers": 0 if windowed else config.num_layers,
         "layer_types": [_WHOLE if reach.window is None else _WINDOWED for reach in config.reaches],
