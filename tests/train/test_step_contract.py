@@ -142,9 +142,14 @@ TEXTS = {
 }
 
 
+@functools.cache
+def dense_state():
+    return gtp.TrainState.create(placed(dense), SGD)
+
+
 @pytest.mark.parametrize("text", TEXTS)
 def test_text_in_a_batch_is_refused_by_the_name_of_its_leaf(text):
-    state, (leaf, named) = gtp.TrainState.create(placed(dense), SGD), TEXTS[text]
+    state, (leaf, named) = dense_state(), TEXTS[text]
     mean = lambda model, batch: squares(model, batch["x"])  # noqa: E731
     runs = gtp.train_step(mean, SGD), gtp.eval_step(mean), lambda *args: gtp.train.loss_and_gradients(mean, *args)
     for run in (*runs, lambda *args: gtp.train.diagnose(mean, *args)):
@@ -160,6 +165,7 @@ class Bigrams(nnx.Module):
         return self.block(tokens)
 
 
+bigrams = nnx.jit(Bigrams, static_argnums=0)
 FLAX_IDS = "`nnx.Embed` block.layers.0.embedding"
 # a model, its blocks if it is sharded, and the words for its embedding
 BIGRAMS = {
@@ -177,7 +183,7 @@ def test_float_token_ids_are_refused_by_the_embedding_and_the_leaf(model):
     batch = {"weights": np.ones(8, np.float32), "ids": ids, "targets": np.ones((8, 8), np.int32)}
     loss = lambda model, batch: squares(model, batch["ids"][:, 1:])  # noqa: E731
     with jax.set_mesh(gtp.make_mesh(gtp=8)):
-        model = Bigrams(embed) if blocks is None else gtp.shard(Bigrams(embed), blocks, min_size=64)
+        model = bigrams(embed) if blocks is None else gtp.shard(bigrams(embed), blocks, min_size=64)
         state = gtp.TrainState.create(model, SGD)
         for microbatches, view in ((1, "global"), (2, "global"), (1, "local")):
             step = gtp.train_step(loss, SGD, microbatches=microbatches, view=view)
@@ -236,7 +242,7 @@ def test_a_step_that_replicas_bring_is_returned_as_it_is_and_is_told_what_was_as
 
 
 def test_a_state_made_for_another_mesh_is_refused():
-    state = gtp.TrainState.create(placed(dense), SGD)
+    state = dense_state()
     with jax.set_mesh(gtp.make_mesh(gtp=8)):
         for run in (gtp.train_step(squares, SGD), gtp.eval_step(squares)):
             with pytest.raises(ValueError, match=naming("gtp 1 8 Build")):
@@ -345,8 +351,9 @@ WAYS = {
 REFUSED = naming("second `has_aux=True` `gtp_jax.train.as_count(number)`")
 
 
+@functools.cache
 def tokens_state():
-    return gtp.TrainState.create(placed(lambda rngs: Tokens(rngs)), SGD), np.ones((8, 4), np.int32)
+    return gtp.TrainState.create(placed(Tokens), SGD), np.ones((8, 4), np.int32)
 
 
 @pytest.mark.parametrize("way, count", pairwise(WAYS, COUNTS, usual=8))
@@ -386,7 +393,7 @@ def kept_loss(second):
 
 def test_a_count_may_come_from_variables_unless_they_are_computed_from_weights():
     batch = {"x": np.ones((4, 8), np.float32), "y": np.arange(4)}
-    state = gtp.TrainState.create(Kept(nnx.Rngs(0, dropout=1)), SGD)
+    state = gtp.TrainState.create(nnx.jit(lambda: Kept(nnx.Rngs(0, dropout=1)))(), SGD)
     for make in (WAYS[way] for way in ("a step", "microbatches", "an evaluation")):
         jax.eval_shape(make(kept_loss(lambda model, before, weights, kept: jnp.sum(weights))), state, batch)
         jax.eval_shape(make(kept_loss(lambda model, before, weights, kept: jnp.sum(kept))), state, batch)
@@ -410,9 +417,9 @@ class Writes(nnx.Module):
         return y
 
 
-def stepped(model, **options):
+def stepped(make, **options):
     optimizer = optax.sgd(0.1)
-    state = gtp.TrainState.create(model, optimizer)
+    state = gtp.TrainState.create(nnx.jit(make)(), optimizer)
     return gtp.train_step(squares, optimizer, **options)(state, np.ones((4, 4)))
 
 
@@ -427,7 +434,7 @@ CHANGES_OF_FORM = {
 def test_a_call_that_changes_the_form_of_a_variable_is_refused_by_name(case, microbatches, x64):
     make, line = CHANGES_OF_FORM[case]
     with pytest.raises(ValueError, match=naming("variables", "Create shape dtype")) as error:
-        stepped(Writes(make(), nnx.Rngs(0)), microbatches=microbatches, skip_nonfinite=microbatches == 1)
+        stepped(lambda: Writes(make(), nnx.Rngs(0)), microbatches=microbatches, skip_nonfinite=microbatches == 1)
     assert f"\n  {line}\n" in str(error.value)
 
 
@@ -441,13 +448,16 @@ def test_sown_values_are_dropped_by_a_step_and_refused_if_an_earlier_call_left_s
             self.sow(nnx.Intermediate, "hidden", y.mean())
             return y
 
-    assert stepped(Sows(nnx.Rngs(0)))[0].model_state == {}
-    model = Sows(nnx.Rngs(0))
-    model(np.ones((4, 4)))
+    def called():
+        model = Sows(nnx.Rngs(0))
+        model(np.ones((4, 4)))
+        return model
+
+    assert stepped(lambda: Sows(nnx.Rngs(0)))[0].model_state == {}
     with pytest.raises(ValueError, match=naming("hidden.1 float64 nnx.pop nnx.Intermediate")):
-        stepped(model)
+        stepped(called)
 
 
 def test_without_a_branch_or_a_mesh_a_step_returns_the_new_form(x64):
-    state, _ = stepped(Writes(nnx.Cache(jnp.zeros((0, 4))), nnx.Rngs(0)), skip_nonfinite=False)
+    state, _ = stepped(lambda: Writes(nnx.Cache(jnp.zeros((0, 4))), nnx.Rngs(0)), skip_nonfinite=False)
     assert jax.tree.map(jnp.shape, state.model_state) == {"seen": (1, 4)}
