@@ -33,5 +33,5 @@ def placed(factory: Callable[[nnx.Rngs], Any], seed: int = 0) -> Any:
 @functools.lru_cache(32)
 def _arrays(factory: Callable[[nnx.Rngs], Any], seed: int, wide: bool) -> dict[Any, np.ndarray]:
     with jax.set_mesh(gtp.make_mesh(devices=jax.devices()[:1])), gtp.use_recipe(None):
-        state = nnx.state(factory(nnx.Rngs(seed)))
+        state = jax.jit(lambda: nnx.state(factory(nnx.Rngs(seed))))()
     return {path: np.array(v.get_raw_value()) for path, v in nnx.to_flat_state(state)}

@@ -246,6 +246,10 @@ def test_stock_layers_multiply_a_part_of_a_sequence_in_a_format(name, monkeypatc
     assert gathered and not [s for c in gathered for s in c.results if s.dims[:2] == (ROWS // 2, SEQ)]
 
 
+def floats(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
 def heads(seed, count, sequence=SEQ):
     return np.random.default_rng(seed).normal(size=(ROWS, sequence, count, 8))
 
@@ -315,7 +319,7 @@ def test_ranks_that_do_not_divide_heads_exchange_keys_and_halves_of_queries(rank
 
 def test_parts_in_bf16_are_rounded_little_more_than_what_one_device_computes():
     """The gradient of queries most: that of another rank is sent in bfloat16."""
-    arrays = [jnp.asarray(heads(n, count), jnp.bfloat16) for n, count in enumerate((HEADS, KV_HEADS, KV_HEADS))]
+    arrays = [heads(n, count).astype(jnp.bfloat16) for n, count in enumerate((HEADS, KV_HEADS, KV_HEADS))]
 
     def of(dtype):
         def loss(q, k, v):
@@ -336,15 +340,15 @@ def test_parts_in_bf16_are_rounded_little_more_than_what_one_device_computes():
 
 
 def test_the_gradients_of_copies_of_a_key_head_are_summed_in_float32():
-    factors = jnp.asarray([256.0] + [1.0] * 7, jnp.bfloat16)  # a sum in bfloat16 would stay at 256
+    factors = np.array([256.0] + [1.0] * 7, jnp.bfloat16)  # a sum in bfloat16 would stay at 256
 
     def of_rank(k):
         _, whole, _ = whole_sequences_of(jnp.zeros((1, 1, 8, 1), k.dtype), k, k, "cp")
-        return jnp.sum(whole * factors[jax.lax.axis_index("cp")])[None]
+        return jnp.sum(whole * jnp.asarray(factors)[jax.lax.axis_index("cp")])[None]
 
     with jax.set_mesh(mesh_of(dict(cp=8))):
         local = jax.shard_map(of_rank, in_specs=P(None, "cp"), out_specs=P("cp"), check_vma=False)
-        gradient = jax.jit(jax.grad(lambda k: jnp.sum(local(k))))(jnp.ones((1, 8, 1, 1), jnp.bfloat16))
+        gradient = jax.jit(jax.grad(lambda k: jnp.sum(local(k))))(np.ones((1, 8, 1, 1), jnp.bfloat16))
     np.testing.assert_array_equal(np.asarray(gradient, np.float32).ravel(), 264)
 
 
@@ -352,27 +356,24 @@ def test_the_gradients_of_copies_of_a_key_head_are_summed_in_float32():
 @pytest.mark.parametrize("options", [dict(is_causal=True), dict(is_causal=True, local_window_size=5)], ids=str)
 def test_a_shard_map_may_check_how_values_vary(exchange, options):
     attend = functools.partial(gtp.nn.attention_fn, sequence_exchange=exchange, **options)
-    q = jnp.ones((ROWS, SEQ, 4, 8))
+    q = floats(ROWS, SEQ, 4, 8)
     with jax.set_mesh(mesh_of(dict(cp=4))):
         local = jax.shard_map(attend, in_specs=P(None, "cp"), out_specs=P(None, "cp"))
         assert jax.eval_shape(jax.grad(lambda q: jnp.sum(local(q, q, q))), q).shape == q.shape
 
 
 def test_the_size_of_a_window_may_be_a_number_of_numpy():
-    q = jnp.ones((ROWS, SEQ, 4, 8))
+    q = floats(ROWS, SEQ, 4, 8)
     attend = functools.partial(gtp.nn.attention_fn, local_window_size=np.int64(5))
     assert jax.eval_shape(attend, q, q, q).shape == q.shape
 
 
-def call(**options):
-    def run():
-        gtp.nn.attention_fn(*(jnp.ones((4, SEQ, 8, 8)),) * 3, **options)
-
-    return run
-
-
 def with_heads(count, sequence=SEQ, **options):
-    return lambda: gtp.nn.attention_fn(*(jnp.ones((4, sequence, count, 8)),) * 3, **options)
+    attend = functools.partial(gtp.nn.attention_fn, **options)
+    return lambda: jax.eval_shape(attend, *(floats(4, sequence, count, 8),) * 3)
+
+
+call = functools.partial(with_heads, 8)
 
 
 def on_ranks(**options):
@@ -383,7 +384,7 @@ def on_ranks(**options):
         part = P(None, "cp")
         attend = functools.partial(gtp.nn.attention_fn, sequence_exchange="keys", **options)
         local = jax.shard_map(attend, in_specs=(part,) * 3, out_specs=part, check_vma=False)
-        jax.eval_shape(local, jnp.ones((4, 32, 8, 8)), *(jnp.ones((4, 4 * keys, 8, 8)),) * 2)
+        jax.eval_shape(local, floats(4, 32, 8, 8), *(floats(4, 4 * keys, 8, 8),) * 2)
 
     return run
 
@@ -391,7 +392,7 @@ def on_ranks(**options):
 def in_fp8():
     with gtp.use_recipe(gtp.FP8(matmuls=True, attention=True)):
         layer = abstract_model(lambda rngs: gtp.Attention(64, num_heads=8, sequence_exchange="keys", rngs=rngs))
-        jax.eval_shape(layer, jnp.ones((4, SEQ, 64)))
+        jax.eval_shape(layer, floats(4, SEQ, 64))
 
 
 def local_step(batch):
@@ -428,15 +429,15 @@ class ShiftedMLP(gtp.MLP):
 
 
 REFUSED = {
-    "a bias": (call(bias=jnp.zeros(())), "`bias` `mask`"),
+    "a bias": (call(bias=np.zeros(())), "`bias` `mask`"),
     "one mask of dropout": (call(dropout_rate=0.1, dropout_rng=jax.random.key(0)), "`broadcast_dropout=False`"),
     "an unknown option": (call(return_residual=True), "return_residual=True"),
-    "a mask per head": (call(mask=jnp.ones((4, 8, SEQ, SEQ), bool)), "`mask` (4, 8, 32, 32) cp = 4 dimension 1"),
+    "a mask per head": (call(mask=np.ones((4, 8, SEQ, SEQ), bool)), "`mask` (4, 8, 32, 32) cp = 4 dimension 1"),
     "too few heads": (with_heads(6, sequence_exchange="heads"), "cp = 4 6 query heads `sequence_exchange='keys'`"),
     "an unknown exchange": (with_heads(8, sequence_exchange="values"), "`sequence_exchange` 'values' 'heads' 'keys'"),
     "keys of another length": (on_ranks(is_causal=True, keys=4), "`causal` 32 queries 16 keys"),
-    "segments of a part": (on_ranks(segment_ids=jnp.ones((4, 8), int)), "`segment_ids` (4, 8) (4, 32)"),
-    "a mask of a part": (on_ranks(mask=jnp.ones((8, 32), bool)), "`mask` (8, 32) (32, 32)"),
+    "segments of a part": (on_ranks(segment_ids=np.ones((4, 8), np.int32)), "`segment_ids` (4, 8) (4, 32)"),
+    "a mask of a part": (on_ranks(mask=np.ones((8, 32), bool)), "`mask` (8, 32) (32, 32)"),
     "FP8": (in_fp8, "FP8 cp = 4 `sequence_exchange='heads'` `attention=False`"),
     "a sequence of another length": (with_heads(8, 30), "`query` (4, 30, 8, 8) cp = 4 Pad"),
     "an array of an unknown name": (
@@ -445,9 +446,12 @@ REFUSED = {
     ),
     "stock layers in local view": (local_stock, "Stock `gtp_jax.shard` local view cp = 4 `view='global'`"),
     "a loss in local view": (local_loss, "loss cp = 4 `view='global'` `loss.context_parallel = True`"),
-    "a layer of one's own": (lambda: Shift()(jnp.ones((4, SEQ, 8))), "Shift cp = 4 `context_parallel = True`"),
+    "a layer of one's own": (
+        lambda: jax.eval_shape(Shift(), floats(4, SEQ, 8)),
+        "Shift cp = 4 `context_parallel = True`",
+    ),
     "a layer that derives from one that knows": (
-        lambda: gtp.init(lambda rngs: ShiftedMLP(32, 48, rngs=rngs), nnx.Rngs(0))(jnp.ones((4, SEQ, 32))),
+        lambda: jax.eval_shape(abstract_model(lambda rngs: ShiftedMLP(32, 48, rngs=rngs)), floats(4, SEQ, 32)),
         "ShiftedMLP cp = 4 `context_parallel = True`",
     ),
     "roles": (lambda: gtp.mesh.Roles(sequence="gtp"), "`sequence` 'gtp' `batch`"),
@@ -463,10 +467,13 @@ def test_what_could_take_a_part_for_the_whole_is_refused_by_name(case):
 
 
 def test_attention_of_a_rank_drops_what_no_other_rank_drops():
-    ones = jnp.ones((1, 8, 8, 4))
-    options = dict(dropout_rate=0.5, broadcast_dropout=False, dropout_rng=jax.random.key(0))
+    @jax.jit
+    def attend(x):
+        options = dict(dropout_rate=0.5, broadcast_dropout=False, dropout_rng=jax.random.key(0))
+        return gtp.nn.attention_fn(x, x, x, **options)
+
     with jax.set_mesh(mesh_of(dict(cp=8))):
-        found = np.asarray(jax.jit(lambda x: gtp.nn.attention_fn(x, x, x, **options))(ones))[0, :, :, 0]
+        found = np.asarray(attend(np.ones((1, 8, 8, 4), np.float32)))[0, :, :, 0]
     assert len({tuple(column) for column in found.T}) > 1  # a head for each rank
     assert found.mean() == pytest.approx(1.0, abs=0.3)
 
