@@ -259,28 +259,26 @@ def test_dropout_is_of_a_step_and_of_nothing_else(view):
 
 def test_ranks_that_divide_no_sequence_drop_the_same():
     with jax.set_mesh(gtp.make_mesh(cp=2, devices=jax.devices()[:2])):
-        layer = gtp.nn.lora(
-            gtp.init(lambda rngs: gtp.Dense(8, 4, rngs=rngs), nnx.Rngs(0)), 2, 2, dropout=0.5, rngs=nnx.Rngs(1)
-        )
+        dense = placed(lambda rngs: gtp.Dense(8, 4, rngs=rngs))
+        layer = gtp.nn.lora(dense, 2, 2, dropout=0.5, rngs=nnx.Rngs(1))
         layer.lora.b.set_value(jnp.ones((2, 4)))
-        words = jax.random.key_data(jax.random.key(3))
-        y = jax.jit(lambda x: gtp.nn.with_dropout(layer, words)(x))(jnp.ones((4, 8)))
+        words = np.array([0, 3], np.uint32)
+        y = jax.jit(lambda x: gtp.nn.with_dropout(layer, words)(x))(np.ones((4, 8)))
     first, second = (np.asarray(shard.data) for shard in y.addressable_shards)
     np.testing.assert_array_equal(first, second)
 
 
 def test_dropout_keeps_the_mean_of_what_an_adapter_adds():
-    layer = gtp.nn.lora(gtp.Dense(64, 4, dtype="float64", rngs=nnx.Rngs(0)), 2, 2, dropout=0.25, rngs=nnx.Rngs(1))
-    layer.lora.b.set_raw_value(jnp.ones((2, 4)))
-    x = jnp.ones((4, 64))
+    @jax.jit
+    def with_and_without_dropout():
+        layer = gtp.nn.lora(gtp.Dense(64, 4, dtype="float64", rngs=nnx.Rngs(0)), 2, 2, dropout=0.25, rngs=nnx.Rngs(1))
+        layer.lora.b.set_raw_value(jnp.ones((2, 4)))
+        x = jnp.ones((4, 64))
+        base = layer(x) - layer.lora.output(layer.lora.low(x, layer.layouts[0], (), 0), layer.layouts[0])
+        keys = jax.random.bits(jax.random.key(0), (512, 2), jnp.uint32)
+        return jax.vmap(lambda key: gtp.nn.with_dropout(layer, key)(x) - base)(keys), layer(x) - base
 
-    def added(key):
-        return gtp.nn.with_dropout(layer, key)(x) - base
-
-    base = layer(x) - layer.lora.output(layer.lora.low(x, layer.layouts[0], (), 0), layer.layouts[0])
-    keys = jax.random.bits(jax.random.key(0), (512, 2), jnp.uint32)
-    found = jax.jit(jax.vmap(added))(keys)
-    wanted = layer(x) - base
+    found, wanted = map(np.asarray, with_and_without_dropout())
     np.testing.assert_allclose(np.mean(found, axis=(0, 1)), wanted[0], atol=0.05 * np.abs(wanted).max() + 0.02)
     assert np.std(found) > 0.01
 
@@ -288,41 +286,50 @@ def test_dropout_keeps_the_mean_of_what_an_adapter_adds():
 MOE = dataclasses.replace(CONFIG, num_layers=1, num_experts=2)
 
 
-def llama(config=CONFIG) -> Any:
-    return Llama(config, rngs=nnx.Rngs(0))
+def moe_llama(rngs):
+    return Llama(MOE, rngs=rngs)
 
 
-def twice() -> Any:
-    return gtp.nn.lora(llama(), 2, 2, targets=["query"], rngs=nnx.Rngs(0))
+def adapted_queries(rngs):
+    return gtp.nn.lora(plain_llama(rngs), 2, 2, targets=["query"], rngs=rngs)
+
+
+def linear(rngs):
+    return nnx.Linear(8, 8, rngs=rngs)
 
 
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
-        (llama, dict(rank=0), "`rank` 0 whole"),
-        (llama, dict(alpha=0), "`alpha` 0 finite"),
-        (llama, dict(dropout=1.0), "`dropout` 1.0"),
-        (llama, dict(targets="query"), "`targets` 'query' list"),
-        (llama, dict(targets=["q_proj"]), "`targets` 'q_proj' blocks.layers.attention.qkv"),
-        (lambda: llama(MOE), dict(targets=["mlp"]), "blocks.layers.mlp.down (GroupedDense)"),
-        (lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), {}, "Linear gtp_jax.Dense"),
-        (twice, {}, "blocks.layers.attention.qkv once `gtp_jax.nn.lora`"),
-        (lambda: abstract_model(plain_llama), {}, "abstract"),
+        (plain_llama, dict(rank=0), "`rank` 0 whole"),
+        (plain_llama, dict(alpha=0), "`alpha` 0 finite"),
+        (plain_llama, dict(dropout=1.0), "`dropout` 1.0"),
+        (plain_llama, dict(targets="query"), "`targets` 'query' list"),
+        (plain_llama, dict(targets=["q_proj"]), "`targets` 'q_proj' blocks.layers.attention.qkv"),
+        (moe_llama, dict(targets=["mlp"]), "blocks.layers.mlp.down (GroupedDense)"),
+        (linear, {}, "Linear gtp_jax.Dense"),
+        (adapted_queries, {}, "blocks.layers.attention.qkv once `gtp_jax.nn.lora`"),
     ],
 )
 def test_mistakes_are_named(make, options, message):
     options = {"rank": 2, "alpha": 4, **options}
     with pytest.raises(ValueError, match=naming(message)):
-        gtp.nn.lora(make(), options.pop("rank"), options.pop("alpha"), rngs=nnx.Rngs(0), **options)
+        gtp.nn.lora(placed(make), options.pop("rank"), options.pop("alpha"), rngs=nnx.Rngs(0), **options)
+
+
+def test_an_abstract_model_is_refused():
+    with pytest.raises(ValueError, match="abstract"):
+        gtp.nn.lora(abstract_model(plain_llama), 2, 4, rngs=nnx.Rngs(0))
 
 
 def test_targets_choose_projections_and_by_default_all_but_heads():
-    paths = lambda model: {  # noqa: E731
-        ".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam))
-    }
-    some = paths(gtp.nn.lora(llama(), 2, 2, targets=["value", "mlp.down"], rngs=nnx.Rngs(0)))
+    def paths(make, **options):
+        model = nnx.eval_shape(lambda: gtp.nn.lora(make(nnx.Rngs(0)), 2, 2, rngs=nnx.Rngs(0), **options))
+        return {".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam))}
+
+    some = paths(plain_llama, targets=["value", "mlp.down"])
     assert some == {
         f"blocks.layers.{name}.{part}" for name in ("attention.qkv.lora.value", "mlp.down.lora") for part in "ab"
     }
-    assert len(paths(gtp.nn.lora(llama(), 2, 2, rngs=nnx.Rngs(0)))) == 2 * len(PROJECTIONS)
-    assert len(paths(gtp.nn.lora(llama(MOE), 2, 2, rngs=nnx.Rngs(0)))) == 8  # attention alone
+    assert len(paths(plain_llama)) == 2 * len(PROJECTIONS)
+    assert len(paths(moe_llama)) == 8  # attention alone
