@@ -123,14 +123,19 @@ def test_shards_stay_shards_and_nothing_is_sent(way, mesh):
 
 @pytest.mark.parametrize("decay", [0.0, 0.9, 0.999999, 1 - 1e-9])
 def test_the_initial_weights_do_not_count_and_the_shares_add_up_to_one(decay):
-    optimizer = averaged(optax.sgd(1.0), decay, True)
-    weight = jnp.float32(1)
-    state = optimizer.init(weight)
-    for value in (0.0, 4.0, -1.0):
-        update, state = optimizer.update(weight - value, state, weight)
-        weight = optax.apply_updates(weight, update)
+    @jax.jit
+    def average(weight):
+        optimizer = averaged(optax.sgd(1.0), decay, True)
+        state = optimizer.init(weight)
+        for value in (0.0, 4.0, -1.0):
+            update, state = optimizer.update(weight - value, state, weight)
+            weight = optax.apply_updates(weight, update)
+        return state.average
+
     shares = np.array([decay**2, decay, 1.0])
-    assert float(state.average) == pytest.approx(float(shares @ [0.0, 4.0, -1.0] / shares.sum()), rel=1e-5, abs=1e-5)
+    assert float(average(np.float32(1))) == pytest.approx(
+        float(shares @ [0.0, 4.0, -1.0] / shares.sum()), rel=1e-5, abs=1e-5
+    )
 
 
 @pytest.fixture(scope="module", params=["average", pytest.param("schedule-free", marks=pytest.mark.full)])
