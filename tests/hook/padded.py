@@ -111,7 +111,7 @@ def sharded(rngs: nnx.Rngs, kind: type = Model, **options: Any) -> nnx.Module:
 @functools.cache
 def _drawn(kind: type, seed: int) -> tuple[Any, Any]:
     with jax.set_mesh(gtp.make_mesh(devices=jax.devices()[:1])), nnx.use_eager_sharding(False):
-        graph, state = nnx.split(kind(nnx.Rngs(seed)))
+        graph, state = nnx.split(nnx.jit(lambda: kind(nnx.Rngs(seed)))())
         return graph, jax.tree.map(np.asarray, state)
 
 
