@@ -29,7 +29,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..collectives import reduce_scatter
-from ..mesh import DP, GTP, TP, axes_by_dim, axes_of, degree, use_roles
+from ..mesh import DP, GTP, TP, axes_by_dim, axes_of, degree, is_on_host, use_roles
 from ..recipes import Recipe, recipe_of_call
 from ..train import Computed, Jitted, Request, TrainState, check_values, constrained, mean, never_skip, updated
 from ._batches import Batches, is_here
@@ -286,6 +286,11 @@ class NonuniformStep:
             raise ValueError(
                 "the state is on other devices than the core of `replicas`. Create it under "
                 "`with jax.set_mesh(replicas.core):`."
+            )
+        if any(map(is_on_host, jax.tree.leaves(state))):
+            raise ValueError(
+                "the state is partly in the memory of the host (`offload`), which a step over unequal replicas does "
+                "not support. Create it without `offload`."
             )
         with jax.set_mesh(core):
             state.model_def.check_mesh()
