@@ -17,7 +17,7 @@ ABOVE = {
 # the packages for users; the others can be imported too, but `dir` does not show them
 PACKAGES = (
     *("checkpoint", "collectives", "convert", "formats", "generation", "hlo", "hook", "inspect", "layout", "mesh"),
-    *("models", "nn", "nonuniform", "ops", "recipes", "train", "weights"),
+    *("models", "nn", "nonuniform", "ops", "optimizers", "recipes", "train", "weights"),
 )
 __getattr__ = _names_above.look_up(__name__, ABOVE, _old_names.OLD_NAMES)
 

@@ -13,6 +13,7 @@ from . import models as models
 from . import nn as nn
 from . import nonuniform as nonuniform
 from . import ops as ops
+from . import optimizers as optimizers
 from . import recipes as recipes
 from . import train as train
 from . import weights as weights

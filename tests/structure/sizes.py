@@ -28,6 +28,7 @@ CORE = (
         "nn",
         "experts",
         "nonuniform",
+        "optimizers",
         "train",
     ),  # nn asks hook for what `shard` has sharded
 )
