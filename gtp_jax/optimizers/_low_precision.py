@@ -42,7 +42,7 @@ def low_precision(
 
     Raises:
         ValueError: if `moments` is not "bfloat16"; or, by `update`, if it is called without the parameters.
-        TypeError: by `init`, if moments are float16 or float64.
+        TypeError: by `init`, if a moment is a float of another dtype.
     """
     if moments != "bfloat16":
         raise ValueError(f'`moments` is {moments!r}; it must be "bfloat16".')
@@ -72,13 +72,13 @@ def _encoded(state: Tree, params: Tree, key: jax.Array) -> Tree:
     parameters = {path: param.shape for path, param in with_paths(params)}
     leaves = []
     for path, leaf in with_paths(state):
-        shape = of_parameter(path, parameters)
-        if shape is not None and shape == leaf.shape and jnp.issubdtype(leaf.dtype, jnp.floating):
-            if leaf.dtype not in (jnp.float32, jnp.bfloat16):
+        if of_parameter(path, parameters) == leaf.shape and jnp.issubdtype(leaf.dtype, jnp.floating):
+            if leaf.dtype != jnp.float32:
                 raise TypeError(
                     f"the optimizer's state at {'.'.join(path)!r} is {leaf.dtype}; `low_precision` rounds only float32 "
-                    "moments. Use float32 parameters, or this optimizer without `low_precision`."
+                    "moments. Use float32 parameters and no `mu_dtype`, or, for bfloat16 parameters, "
+                    "`stochastic_rounding(low_precision(optimizer))`."
                 )
-            leaf = rounded(leaf, key, path) if leaf.dtype == jnp.float32 else leaf
+            leaf = rounded(leaf, key, path)
         leaves.append(leaf)
     return jax.tree.unflatten(jax.tree.structure(state), leaves)

@@ -32,9 +32,9 @@ def stochastic_rounding(
     """Wraps an optimizer, so that bfloat16 parameters need no float32 masters.
 
     The optimizer computes in float32. The sum of a parameter and its update is rounded stochastically, so small updates
-    are not lost on average. `optax.apply_updates` then gives exactly the rounded numbers; subnormal numbers may become
-    zero, as in other arithmetic of the device. A parameter that is not finite becomes NaN. Wrap last: a transformation
-    outside this one would change the rounded numbers.
+    are not lost on average. `optax.apply_updates` then gives exactly the rounded numbers. Exceptions are differences
+    below 2**-126, which devices may flush to zero, and parameters that are infinite, which become NaN. Wrap last: a
+    transformation outside this one would change the rounded numbers.
 
     Args:
         optimizer: any optax optimizer.

@@ -1,97 +1,200 @@
 """Moments in bfloat16, and bfloat16 parameters without float32 masters."""
 
+import contextlib
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from placed import placed
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+from padded_states import padding_of
 
 import gtp_jax as gtp
 from gtp_jax import hlo
 from gtp_jax.checkpoint import Checkpoints
-from gtp_jax.models import Llama, LlamaConfig, next_token_loss
+from gtp_jax.nn import abstract_model
 from gtp_jax.optimizers import low_precision, stochastic_rounding
+from gtp_jax.train import per_layer
 
-CONFIG = LlamaConfig(
-    vocab_size=64, hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=16, intermediate_size=64
-)
-ADAM = low_precision(optax.adamw(1e-2))
-TOKENS = np.random.default_rng(0).integers(0, 64, (8, 9)).astype(np.int32)
-BATCH = {"tokens": TOKENS[:, :-1], "targets": TOKENS[:, 1:]}
-
-
-def begin(optimizer, seed=3):
-    return gtp.TrainState.create(placed(lambda rngs: Llama(CONFIG, rngs=rngs), seed), optimizer)
+ADAM = optax.adamw(3e-2)
+LOW = low_precision(ADAM)
+BOTH = stochastic_rounding(LOW)
+TOKENS = np.random.default_rng(0).integers(0, 34, (8, 9)).astype(np.int32)
+BATCH = {"tokens": TOKENS[:, :-1], "targets": TOKENS[:, 1:], "weights": np.ones((8, 8), np.float32)}
+STEPS = 10
 
 
-def losses(optimizer, steps=20):
-    state, step, found = begin(optimizer), gtp.train_step(next_token_loss, optimizer), []
-    for _ in range(steps):
+class Model(nnx.Module):
+    """A table of 34 rows, a stack with 26 features, and a head. 4 divides none of these dimensions."""
+
+    def __init__(self, rngs, dtype="float32"):
+        options = dict(param_dtype=dtype, rngs=rngs)
+        self.embed = gtp.Embed(34, 26, **options)
+        self.blocks = gtp.Stack(lambda rngs: gtp.Dense(26, 26, param_dtype=dtype, rngs=rngs), 2, rngs=rngs)
+        self.head = gtp.Dense(26, 34, use_bias=True, **options)
+
+    def __call__(self, tokens):
+        return self.head(jnp.tanh(self.blocks(self.embed(tokens))))
+
+
+def loss(model, batch):
+    return gtp.cross_entropy(model(batch["tokens"]), batch["targets"], weights=batch["weights"])
+
+
+@contextlib.contextmanager
+def on(**degrees):
+    with jax.set_mesh(gtp.make_mesh(**degrees)), gtp.layout.even_shares():
+        yield
+
+
+def begin(optimizer, dtype="float32"):
+    return gtp.TrainState.create(gtp.init(lambda rngs: Model(rngs, dtype), nnx.Rngs(0)), optimizer)
+
+
+def run(step, state, count):
+    losses = []
+    for _ in range(count):
         state, metrics = step(state, BATCH)
-        found.append(float(metrics["loss"]))
-    return state, found
+        losses.append(float(metrics["loss"]))
+    return state, losses
 
 
-def test_losses_follow_float32_and_checkpoints_hold_sharded_moments_exactly(tmp_path):
-    with jax.set_mesh(gtp.make_mesh(dp=2, gtp=4)):
-        _, wanted = losses(optax.adamw(1e-2))
-        state, found = losses(ADAM)
-        assert wanted[-1] < wanted[0] / 2
-        np.testing.assert_allclose(found, wanted, rtol=0.05)
-        moments = state.opt_state.inner_state[0].nu
-        for param, moment in zip(jax.tree.leaves(state.params), jax.tree.leaves(moments), strict=True):
-            assert moment.dtype == jnp.bfloat16
-            assert 2 * moment.addressable_shards[0].data.nbytes == param.addressable_shards[0].data.nbytes
-        checkpoints = Checkpoints(tmp_path)
-        checkpoints.save(20, state)
+def same(found, wanted):
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+@pytest.fixture(scope="module")
+def float32_losses():
+    with on(dp=2, gtp=4):
+        losses = run(gtp.train_step(loss, ADAM), begin(ADAM), STEPS)[1]
+    assert losses[-1] < losses[0] / 2
+    return losses
+
+
+@pytest.mark.parametrize("optimizer, dtype", [(LOW, "float32"), (BOTH, "bfloat16")])
+def test_losses_follow_float32_and_a_resumed_run_equals_one_never_stopped(optimizer, dtype, float32_losses, tmp_path):
+    half, checkpoints = STEPS // 2, Checkpoints(tmp_path)
+    with on(dp=2, gtp=4):
+        step, state = gtp.train_step(loss, optimizer), begin(optimizer, dtype)
+        assert state.model_def.padded
+        state, first = run(step, state, half)
+        kept = jax.tree.map(np.asarray, state)
+        state, metrics = step(state, BATCH | {"weights": np.full((8, 8), np.nan, np.float32)})
+        assert metrics["skipped"]
+        same(state, kept)
+        checkpoints.save(half, state)
         checkpoints.wait()
-    with jax.set_mesh(gtp.make_mesh(dp=4, gtp=2)):
-        restored, _ = Checkpoints(tmp_path).restore(begin(ADAM, 4))
-    for found, wanted in zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True):
-        np.testing.assert_array_equal(np.asarray(found), np.asarray(wanted))
+        logical = jax.tree.map(np.asarray, state.logical())
+        state, second = run(step, state, half)
+        np.testing.assert_allclose(first + second, float32_losses, rtol=0.05)
+        assert not padding_of(state).any()
+        inner = state.opt_state.inner_state
+        moments = (inner.inner_state if dtype == "bfloat16" else inner)[0]
+        for param, *own in zip(*map(jax.tree.leaves, (state.params, moments.mu, moments.nu)), strict=True):
+            assert param.dtype == dtype
+            for moment in own:
+                assert moment.dtype == jnp.bfloat16 and moment.sharding == param.sharding
+                assert 2 * moment.addressable_shards[0].data.size == moment.addressable_shards[0].data.nbytes
+        resumed = checkpoints.restore(begin(optimizer, dtype))[0]
+        same(run(step, resumed, half)[0], state)
+    with on(gtp=8):
+        other = gtp.TrainState.create(abstract_model(lambda rngs: Model(rngs, dtype)), optimizer)
+        same(checkpoints.restore(other)[0].logical(), logical)
 
 
-@pytest.mark.parametrize("optimizer, dtype", [(ADAM, "float32"), (stochastic_rounding(optax.adamw(1e-2)), "bfloat16")])
+@pytest.mark.parametrize("optimizer, dtype", [(LOW, "float32"), (BOTH, "bfloat16")])
 def test_an_update_of_shards_has_no_collective_and_the_same_bits_as_on_one_device(optimizer, dtype):
     params = {"w": jnp.linspace(-1, 1, 64 * 8).reshape(64, 8).astype(dtype)}
     update = jax.jit(lambda p, s: optimizer.update(p, s, p))
     wanted = update(params, optimizer.init(params))
-    with jax.set_mesh(gtp.make_mesh(gtp=8)):
-        rows = jax.sharding.NamedSharding(gtp.mesh.mesh_of_devices("test"), jax.sharding.PartitionSpec("gtp"))
+    mesh = gtp.make_mesh(gtp=8)
+    with jax.set_mesh(mesh):
+        rows = NamedSharding(mesh, PartitionSpec("gtp"))
         own = jax.tree.map(lambda a: jax.device_put(a, rows) if a.ndim else a, (params, optimizer.init(params)))
         compiled = update.lower(*own).compile()
         assert not hlo.collectives(compiled.as_text())
-        found = compiled(*own)
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), found, wanted)
+        same(compiled(*own), wanted)
+
+
+def bits(array):
+    return np.asarray(array.astype(jnp.float32)).view(np.uint32)
 
 
 def test_applied_updates_are_bfloat16_neighbors_and_right_on_average():
     rng = np.random.default_rng(0)
     size = 1 << 16
-    p, u = (rng.choice([-1, 1], size) * np.exp2(rng.uniform(-60, 60, size)) for _ in range(2))
+    p, u = (rng.choice([-1, 1], size) * np.exp2(rng.uniform(-90, 115, size)) for _ in range(2))
     p = jnp.asarray(p, jnp.bfloat16)
-    u = jnp.where(rng.random(size) < 0.5, jnp.asarray(u, jnp.float32), -p.astype(jnp.float32) * (1 + 2.0**-20))
+    near = -p.astype(jnp.float32) * jnp.asarray(1 + np.exp2(-rng.uniform(1, 24, size)), jnp.float32)  # cancels p
+    u = jnp.where(rng.random(size) < 0.5, jnp.asarray(u, jnp.float32), near)
+    most = float(jnp.finfo(jnp.bfloat16).max)
+    ends = [[most, -most, 1, 1, -np.inf, np.nan], [2.0**119, -(2.0**119), np.inf, np.nan, 0, 1]]
+    p, u = (jnp.concatenate([jnp.asarray(end, a.dtype), a[6:]]) for end, a in zip(ends, (p, u), strict=True))
     optimizer = stochastic_rounding(optax.identity())
     update = jax.jit(optimizer.update)
-    moved, _ = update({"w": u}, optimizer.init({"w": p}), {"w": p})
-    new = optax.apply_updates({"w": p}, moved)["w"]
-    words, exact = (np.asarray(a).view(np.uint32) for a in (new.astype(jnp.float32), p.astype(jnp.float32) + u))
+
+    def applied(p, u):
+        moved, _ = update({"w": u}, optimizer.init({"w": p}), {"w": p})
+        return optax.apply_updates({"w": p}, moved)["w"]
+
+    new = applied(p, u)
+    np.testing.assert_array_equal(new[:6].astype(jnp.float32), [most, -most, np.inf, np.nan, np.nan, np.nan])
+    words, exact = (bits(a)[6:] for a in (new, p.astype(jnp.float32) + u))
     below = exact & 0xFFFF0000
     assert ((words == below) | ((words == below + 0x10000) & (exact != below))).all()
-    one = {"w": jnp.ones(size, jnp.bfloat16)}
-    moved, _ = update({"w": jnp.full(size, 2.0**-12)}, optimizer.init(one), one)
-    mean = np.mean(np.asarray(optax.apply_updates(one, moved)["w"], np.float64)) - 1
+    one = jnp.ones(size, jnp.bfloat16)
+    mean = np.mean(np.asarray(applied(one, jnp.full(size, 2.0**-12)), np.float64)) - 1
     assert abs(mean * 2**12 - 1) < 0.1  # rounding to nearest gives 0
+
+
+def test_moments_of_every_kind_are_bfloat16_neighbors():
+    """Also subnormal numbers, the largest, Inf and NaN."""
+    words = np.random.default_rng(0).integers(0, 2**32, 1 << 16, np.uint32)
+    ends = [0x7F7FFFFF, 0x7F800000, 0x7FC00000, 0x7F800001, 0x7FFFFFFF, 0, 1, 0xFFFF, 0x7FFFFF]
+    words[: 2 * len(ends)] = ends + [end | 0x80000000 for end in ends]
+    update = optax.GradientTransformation(lambda p: p, lambda u, s, p: (u, u))
+    given = {"w": jax.lax.bitcast_convert_type(words, jnp.float32)}
+    _, state = jax.jit(low_precision(update).update)(given, low_precision(update).init(given), given)
+    found = np.asarray(jax.lax.bitcast_convert_type(state.inner_state["w"], jnp.uint16)).astype(np.uint32) << 16
+    nan, below = (words & 0x7FFFFFFF) > 0x7F800000, words & 0xFFFF0000
+    above = np.where((below + 0x10000) & 0x7F800000 == 0x7F800000, below, below + 0x10000)  # no number becomes Inf
+    assert ((found[nan] & 0x7FFFFFFF) > 0x7F800000).all()
+    assert ((found == below) | ((found == above) & (words != below)))[~nan].all()
+    up = (found != below)[~nan].sum() / (words & 0xFFFF)[~nan].sum() * 2**16
+    assert abs(up - 1) < 0.02
+
+
+def test_per_layer_works_inside_and_is_refused_outside():
+    def stack(dtype):
+        return gtp.Stack(lambda rngs: gtp.Dense(8, 8, param_dtype=dtype, rngs=rngs), 2, rngs=nnx.Rngs(0))
+
+    sgd, model = optax.sgd(0.1, momentum=0.9), stack("float32")
+    around, inside = low_precision(sgd), low_precision(per_layer(sgd, model))
+    with jax.set_mesh(gtp.make_mesh(devices=jax.devices()[:1])), warnings.catch_warnings():
+        warnings.simplefilter("error")  # neither treats the layers as one tensor
+        first, second = (gtp.TrainState.create(model, one) for one in (around, inside))
+        for one, dtype in ((around, "float32"), (stochastic_rounding(sgd), "bfloat16")):
+            with pytest.raises(ValueError, match=r"depends on random numbers.* Put that transformation around it"):
+                gtp.TrainState.create(stack(dtype), per_layer(one))
+    update = [jax.jit(one.update)(first.params, first.opt_state, first.params) for one in (around, inside)]
+    same(*update)
+    same(first.opt_state, second.opt_state)
 
 
 def test_what_cannot_be_rounded_is_refused():
     with pytest.raises(ValueError, match="`moments` is 'fp8'"):
         low_precision(optax.sgd(1.0), moments="fp8")
-    with pytest.raises(TypeError, match="is float16; `low_precision` rounds only float32"):
-        ADAM.init({"w": jnp.zeros(4, jnp.float16)})
+    for dtype in (jnp.float16, jnp.bfloat16):
+        with pytest.raises(TypeError, match=rf"is {jnp.dtype(dtype)}; `low_precision` rounds only float32"):
+            LOW.init({"w": jnp.zeros(4, dtype)})
     optimizer = stochastic_rounding(optax.sgd(1.0))
     with pytest.raises(TypeError, match="'w' is float32; `stochastic_rounding` takes only bfloat16"):
         optimizer.init({"w": jnp.zeros(4)})
-    with pytest.raises(ValueError, match="`params` is None"):
-        optimizer.update({"w": jnp.zeros(4)}, optimizer.init({"w": jnp.zeros(4, jnp.bfloat16)}))
+    for one, dtype in ((LOW, "float32"), (optimizer, "bfloat16")):
+        with pytest.raises(ValueError, match="`params` is None"):
+            one.update({"w": jnp.zeros(4)}, one.init({"w": jnp.zeros(4, dtype)}))
