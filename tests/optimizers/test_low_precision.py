@@ -17,6 +17,7 @@ from gtp_jax import hlo
 from gtp_jax.checkpoint import Checkpoints
 from gtp_jax.nn import abstract_model
 from gtp_jax.optimizers import low_precision, stochastic_rounding
+from gtp_jax.optimizers._rounding import rounded, step_key
 from gtp_jax.train import per_layer
 
 ADAM = optax.adamw(3e-2)
@@ -150,6 +151,15 @@ def test_applied_updates_are_bfloat16_neighbors_and_right_on_average():
     one = jnp.ones(size, jnp.bfloat16)
     mean = np.mean(np.asarray(applied(one, jnp.full(size, 2.0**-12)), np.float64)) - 1
     assert abs(mean * 2**12 - 1) < 0.1  # rounding to nearest gives 0
+
+
+def test_seeds_steps_arrays_and_elements_use_random_bits_of_their_own():
+    uses = (0, 1, "a"), (0, 2, "a"), (1, 1, "a"), (1, 2, "a"), (0, 1, "b")
+    half = jnp.full((32, 32, 32), 1 + 2.0**-8)  # half of the numbers are rounded up
+    draw = jax.jit(lambda: [rounded(half, step_key(seed, jnp.int32(step)), (path,)) > 1 for seed, step, path in uses])
+    first, *others = map(np.asarray, draw())
+    for other in (True, *others, *(np.roll(first, 1, axis) for axis in range(3))):
+        assert abs(np.mean(first == other) - 0.5) < 0.02
 
 
 def test_moments_of_every_kind_are_bfloat16_neighbors():
