@@ -34,9 +34,7 @@ def rounded(value: jax.Array, key: jax.Array, path: Path) -> jax.Array:
     key = jax.random.fold_in(key, zlib.crc32(".".join(path).encode()))
     words = lax.bitcast_convert_type(value, jnp.uint32)
     up = words + jax.random.bits(key, value.shape, jnp.uint16).astype(jnp.uint32)
-    exact = (words & 0xFFFF) == 0
-    beyond = (up & _INFINITY) == _INFINITY  # the largest finite number, Inf or NaN
-    words = jnp.where(exact | beyond, words, up)
+    words = jnp.where((up & _INFINITY) == _INFINITY, words, up)  # Inf, and what would become Inf
     near = lax.bitcast_convert_type((words >> 16).astype(jnp.uint16), jnp.bfloat16)
     return jnp.where(jnp.isnan(value), jnp.bfloat16(jnp.nan), near)
 

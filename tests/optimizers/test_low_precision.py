@@ -138,16 +138,18 @@ def test_applied_updates_are_bfloat16_neighbors_and_right_on_average():
     optimizer = stochastic_rounding(optax.identity())
 
     @jax.jit
-    def applied(p, u):
-        moved, _ = optimizer.update([u], optimizer.init([p]), [p])
-        return optax.apply_updates([p], moved)
+    def applied(p, u, step=0):
+        moved, state = optimizer.update([u], optimizer.init([p])._replace(step=step), [p])
+        return optax.apply_updates([p], moved)[0], state.step
 
-    (new,) = applied(p, u)
+    new, _ = applied(p, u)
     np.testing.assert_array_equal(bits(new)[:6].view(np.float32), [most, -most, np.inf, np.nan, np.nan, np.nan])
     words, exact = (bits(a)[6:] for a in (new, p.astype(np.float32) + u))
     below = exact & 0xFFFF0000
     assert ((words == below) | ((words == below + 0x10000) & (exact != below))).all()
-    (new,) = applied(np.ones(size, jnp.bfloat16), np.full(size, 2.0**-12, np.float32))
+    one = np.ones(size, jnp.bfloat16), np.full(size, 2.0**-12, np.float32)
+    (new, step), (later, _) = applied(*one), applied(*one, 1)
+    assert step == 1 and (new != later).any()
     mean = np.mean(np.asarray(new, np.float64)) - 1
     assert abs(mean * 2**12 - 1) < 0.1  # rounding to nearest gives 0
 
@@ -168,8 +170,14 @@ def test_moments_of_every_kind_are_bfloat16_neighbors():
     words[: 2 * len(ends)] = ends + [end | 0x80000000 for end in ends]
     keeps = optax.GradientTransformation(lambda params: params, lambda updates, state, params=None: (updates, updates))
     optimizer, given = low_precision(keeps), [words.view(np.float32)]
-    state = jax.jit(lambda given: optimizer.update(given, optimizer.init(given), given)[1])(given)
-    found = np.asarray(state.inner_state[0]).view(np.uint16).astype(np.uint32) << 16
+
+    @jax.jit
+    def updated(step):
+        return optimizer.update(given, optimizer.init(given)._replace(step=step), given)[1]
+
+    state, later = updated(0), updated(1)
+    found, other = (np.asarray(s.inner_state[0]).view(np.uint16).astype(np.uint32) << 16 for s in (state, later))
+    assert state.step == 1 and later.step == 2 and (found != other).any()
     nan, below = (words & 0x7FFFFFFF) > 0x7F800000, words & 0xFFFF0000
     above = np.where((below + 0x10000) & 0x7F800000 == 0x7F800000, below, below + 0x10000)  # no number becomes Inf
     assert ((found[nan] & 0x7FFFFFFF) > 0x7F800000).all()
