@@ -16,7 +16,7 @@ Remat = Literal[
 ]
 REMAT: tuple[Remat, ...] = get_args(Remat)
 
-# What of a training state is kept in the memory of the host: the optimizer's moments, or these and the weights.
+# The part of a training state that stays in the memory of the host: the optimizer's moments, or these and the weights.
 Offloaded = Literal["optimizer", "masters"]
 OFFLOADED: tuple[Offloaded, ...] = get_args(Offloaded)
 

@@ -54,7 +54,7 @@ class _Streamed:
     ndim: int
 
     def block(self, rows: int, columns: int) -> tuple[int, ...]:
-        """Returns the shape of a block, with as many dimensions as the array."""
+        """Returns the shape of a block, with the number of dimensions of the array."""
         return (*(1,) * (self.ndim - 2), rows, columns)
 
 
@@ -71,7 +71,7 @@ def streamed(update: Update, gradients: Tree, opt_state: Tree, params: Tree, sca
         gradients: the gradients, of the parameters' shapes.
         opt_state: the optimizer's state.
         params: the parameters.
-        scalars: a pytree of what else the update reads.
+        scalars: a pytree of the other values that the update reads.
         specs: the partitions of the parameters.
 
     Raises:

@@ -1,5 +1,8 @@
 """A state that is kept partly in the memory of the host trains like one that is not."""
 
+import re
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,10 +11,13 @@ import pytest
 from flax import nnx
 
 import gtp_jax as gtp
+from gtp_jax import hlo
 from gtp_jax.checkpoint import Checkpoints
 from gtp_jax.mesh import is_on_host
 from gtp_jax.nn import Dense, abstract_model
-from gtp_jax.train import loss_and_gradients
+from gtp_jax.train import compile_options, loss_and_gradients
+
+from ..hlo.programs import needs_target
 
 ROWS, COLUMNS = 257, 512  # a number of rows that the blocks do not divide
 WHERE = (None, "optimizer", "masters")
@@ -143,3 +149,25 @@ def test_what_offload_cannot_do_is_refused_when_the_state_is_made(monkeypatch):
         monkeypatch.setattr("gtp_jax.train._host_memory._available", lambda: 1 << 20)
         with pytest.raises(ValueError, match=r"keeps .* of the state in the memory of this host, which has 0\.0 GiB"):
             gtp.TrainState.create(model_of(), optax.adam(1e-3), offload="masters")
+
+
+@pytest.mark.slow
+@needs_target
+@pytest.mark.parametrize("where", WHERE[1:])
+def test_compiled_for_8_h200s_the_state_stays_on_the_host_and_changes_in_place(where):
+    mesh = gtp.make_mesh(gtp=8, devices=hlo.topology_devices(hlo.parse_target("h200:8")))
+    with jax.set_mesh(mesh):
+        model = abstract_model(lambda rngs: Dense(2048, 4096, rngs=rngs))
+        optimizer = optax.adamw(1e-3)
+        state = gtp.TrainState.create(model, optimizer, offload=where)
+        like = {"x": jax.ShapeDtypeStruct((8, 2048), jnp.float32), "y": jax.ShapeDtypeStruct((8, 4096), jnp.float32)}
+        options = {**hlo.COMPILE_OPTIONS, **compile_options("gpu", copies=True)}
+        lowered: Any = gtp.train_step(loss, optimizer, max_grad_norm=1.0, compiler_options=options)
+        compiled = lowered.lower(state, like).compile()
+    memory = compiled.memory_analysis()
+    on_host = (2 if where == "optimizer" else 3) * 2048 * 4096 * 4 // 8
+    assert memory.host_argument_size_in_bytes == memory.host_alias_size_in_bytes == on_host
+    assert memory.host_temp_size_in_bytes == 0
+    text = compiled.as_text()
+    blocks = re.findall(r"%dynamic-(?:update-)?slice-start\S* = \(\(f32\[2048,512\]\{1,0:S\(5\)\}", text)
+    assert len(blocks) == 2 * (2 if where == "optimizer" else 3)  # one from the host and one to it for each array
