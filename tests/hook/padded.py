@@ -119,7 +119,7 @@ def make(kind: type = Model, seed: int = 0, **options: Any) -> nnx.Module:
     """A sharded model, whose arrays are drawn once for all meshes."""
     graph, state = _drawn(kind, seed)
     with nnx.use_eager_sharding(False):
-        model = nnx.merge(graph, jax.tree.map(jnp.array, state))
+        model = nnx.merge(graph, jax.device_put(state))
     return gtp.shard(model, blocks_of(kind), **{"min_size": 80, **options})
 
 

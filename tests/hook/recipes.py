@@ -90,14 +90,19 @@ def sharded(rngs):
 
 @functools.cache
 def _drawn():
-    graph, state = nnx.split(Model(nnx.Rngs(0)))
+    graph, state = nnx.split(nnx.jit(lambda: Model(nnx.Rngs(0)))())
     return graph, jax.tree.map(np.asarray, state)
+
+
+def drawn_model():
+    """A model that is not sharded, of arrays that are drawn once."""
+    graph, state = _drawn()
+    return nnx.merge(graph, jax.device_put(state))
 
 
 def of_drawn_arrays():
     """A sharded model, whose arrays are drawn once: each mesh and recipe in scope would compile the draws anew."""
-    graph, state = _drawn()
-    return gtp.shard(nnx.merge(graph, jax.tree.map(jnp.array, state)), "blocks.*", min_size=64)
+    return gtp.shard(drawn_model(), "blocks.*", min_size=64)
 
 
 def trained(mesh, steps=3, **options):

@@ -25,8 +25,8 @@ from .recipes import (
     VOCAB,
     WIDTH,
     Block,
-    Model,
     assert_near,
+    drawn_model,
     flat,
     kernel_init,
     loss,
@@ -63,6 +63,11 @@ class Shown(nnx.Module):
         return [block(x) for block in self.blocks]
 
 
+@nnx.jit
+def shown():
+    return Shown(nnx.Rngs(0))
+
+
 def drawn(*shape):
     return np.random.default_rng(0).normal(size=shape).astype(np.float32)
 
@@ -83,10 +88,10 @@ ALL_WIRES = [*((mesh, name) for mesh in ("gtp 8", "gtp 4, tp 2") for name in REC
 def test_weights_in_use_are_the_codes_of_whole_weights_bit_for_bit(mesh, name):
     recipe = RECIPES[name]
     with scope(ALL_MESHES[mesh]):
-        model = Shown(nnx.Rngs(0))
+        model = shown()
         with gtp.use_recipe(recipe):
             model = gtp.shard(model, "blocks.*", min_size=64)
-            found = nnx.jit(lambda model, x: model(x))(model, jnp.ones(()))
+            found = nnx.jit(lambda model, x: model(x))(model, np.float32(1))
     for block, weights in zip(model.blocks, found, strict=True):
         for kernel, inputs in Kernels.INPUTS.items():
             master = getattr(block, kernel).kernel.get_value()
@@ -103,9 +108,9 @@ def at_codes(model, recipe):
         for name, inputs in INPUTS.items():
             if recipe.of(("blocks", str(i), name)).wire is not None:
                 kernel = getattr(block, name).kernel
-                kernel.set_value(jnp.asarray(quantized(kernel.get_value(), recipe.wire, inputs)))
+                kernel.set_value(jax.device_put(quantized(kernel.get_value(), recipe.wire, inputs)))
     positions = quantized(copy.positions.get_value(), recipe.wire)
-    copy.positions.set_value(jnp.asarray(positions))
+    copy.positions.set_value(jax.device_put(positions))
     return copy
 
 
@@ -114,7 +119,7 @@ def at_codes(model, recipe):
     "name, mesh, kept", others_full(KEPT := [("NVFP4", "gtp 8", "auto"), ("MXFP8", "dp 2, gtp 4", 0)], KEPT[:1])
 )
 def test_gradients_are_those_at_the_values_of_the_codes(name, mesh, kept):
-    recipe, model = RECIPES[name], Model(nnx.Rngs(0))
+    recipe, model = RECIPES[name], drawn_model()
     value_and_grad = nnx.jit(nnx.value_and_grad(mean_loss))
     wanted = value_and_grad(at_codes(model, recipe), tokens())
     unquantized = value_and_grad(model, tokens())
@@ -169,7 +174,7 @@ def gathers(recipe):
             return self.embed.attend(x)
 
     with scope(MESHES["gtp 8"]), gtp.use_recipe(recipe):
-        model = gtp.shard(Tied(nnx.Rngs(0)), "blocks.*", min_size=64)
+        model = gtp.shard(nnx.jit(lambda: Tied(nnx.Rngs(0)))(), "blocks.*", min_size=64)
         graph, state = nnx.split(model)
         batch = jax.device_put(tokens(), jax.NamedSharding(jax.sharding.get_mesh(), P("gtp")))
         gradient = jax.jit(jax.value_and_grad(lambda state, tokens: mean_loss(nnx.merge(graph, state), tokens)))
@@ -216,7 +221,7 @@ def test_second_derivatives_go_straight_through_the_codes():
                 x = block(x)
             return x * self.positions[...]
 
-    model, x = Blocks(nnx.Rngs(0)), drawn(BATCH, WIDTH)
+    model, x = nnx.jit(lambda: Blocks(nnx.Rngs(0)))(), drawn(BATCH, WIDTH)
     gradient = nnx.jit(nnx.grad(penalty))
     wanted = flat(gradient(at_codes(model, recipe), x))
     with scope(MESHES["gtp 8"]), gtp.use_recipe(recipe):
@@ -258,7 +263,7 @@ class Passing(nnx.Module):
 def test_a_block_that_passes_its_weights_through_flax_keeps_its_masters(wrap):
     x = drawn(BATCH, WIDTH)
     with scope(MESHES["gtp 8"]), gtp.use_recipe(gtp.NVFP4()):
-        model = nnx.Sequential(*[Passing(wrap, nnx.Rngs(i)) for i in range(2)])
+        model = nnx.jit(lambda: nnx.Sequential(*[Passing(wrap, nnx.Rngs(i)) for i in range(2)]))()
         model = gtp.shard(model, Passing, min_size=64)
         before = [np.asarray(block.linear.kernel.get_value()) for block in model.layers]
         nnx.jit(lambda model, x: model(x))(model, x)
@@ -280,10 +285,10 @@ def test_a_block_that_passes_its_weights_through_flax_keeps_its_masters(wrap):
 
 def test_a_format_of_ones_own_is_gathered():
     with scope(MESHES["gtp 8"]):
-        model = Shown(nnx.Rngs(0))
+        model = shown()
         with gtp.use_recipe(RowScaledRecipe()):
             model = gtp.shard(model, "blocks.*", min_size=64)
-            found = nnx.jit(lambda model, x: model(x))(model, jnp.ones(()))
+            found = nnx.jit(lambda model, x: model(x))(model, np.float32(1))
     kernel = np.asarray(model.blocks[0].up.kernel.get_value())
     scale = np.abs(kernel).max(axis=0) / np.float32(LARGEST)  # of a row of features out
     np.testing.assert_allclose(
@@ -302,7 +307,7 @@ def test_explain_lists_the_wire_of_sharded_weights_and_why_some_have_none():
 
     specs = {"inner.kernel": P(None, "gtp"), "layers.*.kernel": P("tp", "gtp")}
     with scope(ALL_MESHES["gtp 4, tp 2"]):
-        model = gtp.shard(Odd(nnx.Rngs(0)), "layers.*", min_size=64, specs=specs)
+        model = gtp.shard(nnx.jit(lambda: Odd(nnx.Rngs(0)))(), "layers.*", min_size=64, specs=specs)
         found = gtp.explain(model, gtp.MXFP8())
         assert gtp.explain(model).weights == ()
     weights = {weight.weight: weight for weight in found.weights}
