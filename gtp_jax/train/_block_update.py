@@ -4,9 +4,10 @@
 array is elementwise, and its other operands are scalars. The scalars, such as a step count or the norm of all
 gradients, are computed once, from whole arrays.
 
-To decide this, the update is traced for whole arrays and for blocks of another shape, and the operations of both traces
-are compared, with calls inlined. A value is a block if it was computed from blocks by elementwise operations. All other
-values are of whole arrays.
+To decide this, the update is traced for whole arrays and for the blocks, and the operations of both traces are
+compared, with calls inlined. A value is a block if it was computed from blocks by elementwise operations whose
+constants are the same in both traces: a factor may depend on the shape of its array. All other values are of whole
+arrays.
 """
 
 from __future__ import annotations
@@ -97,25 +98,25 @@ def _inlined(
 _FREE: Path = ()  # the owner of a block that belongs to no parameter, such as a block of zeros
 
 
-def owners_of_blocks(whole: Trace, other: Trace, owners: Mapping[int, Path]) -> dict[int, Path]:
+def owners_of_blocks(whole: Trace, in_block: Trace, owners: Mapping[int, Path]) -> dict[int, Path]:
     """Returns the values that can be computed in blocks, with the parameter whose array they are a block of.
 
     Args:
         whole: the trace for whole arrays.
-        other: the trace in which the inputs of `owners` have other shapes, with the same number of dimensions, but
-            other sizes of all dimensions of more than one element.
+        in_block: the trace in which the inputs of `owners` have the shapes of blocks.
         owners: the inputs that are given in blocks, by number, with their parameters.
 
     Raises:
         NotInBlocks: if the two traces have different operations.
     """
     found: dict[int, Path] = dict(owners)
-    alike = len(whole.ops) == len(other.ops) and all(
-        a.eqn.primitive is b.eqn.primitive and a.results == b.results for a, b in zip(whole.ops, other.ops, strict=True)
+    alike = len(whole.ops) == len(in_block.ops) and all(
+        a.eqn.primitive is b.eqn.primitive and a.results == b.results
+        for a, b in zip(whole.ops, in_block.ops, strict=True)
     )
     if not alike:
         raise NotInBlocks("its operations depend on the shapes of the arrays")
-    for op, again in zip(whole.ops, other.ops, strict=True):
+    for op, again in zip(whole.ops, in_block.ops, strict=True):
         own = _owner(op, again, found)
         if own is not None:
             found |= dict.fromkeys(op.results, own)
@@ -128,7 +129,7 @@ def _owner(op: _Op, again: _Op, known: Mapping[int, Path]) -> Path | None:
     blocks = {known[n] for n in op.operands if isinstance(n, int) and n in known}
     if not blocks:
         scalar = name == "broadcast_in_dim" and [atom.aval.shape for atom in eqn.invars] == [()]
-        return _FREE if scalar and eqn.outvars[0].aval.shape != again.eqn.outvars[0].aval.shape else None
+        return _FREE if scalar else None
     if len(blocks - {_FREE}) > 1 or not (name in ELEMENTWISE or name in _COPIES):
         return None
     if str(eqn.params) != str(again.eqn.params):

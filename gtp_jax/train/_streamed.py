@@ -28,9 +28,6 @@ Update = Callable[[Tree, Tree, Tree, Tree], tuple[Tree, Tree]]
 _BYTES_PER_BLOCK = 1 << 30  # of all arrays together
 _MOST_BLOCKS = 64
 
-# The sizes of a block in the trace that is compared with that of whole arrays.
-_OTHER_ROWS, _OTHER_COLUMNS = 3, 5
-
 
 @dataclasses.dataclass(frozen=True)
 class _Streamed:
@@ -91,18 +88,22 @@ def streamed(update: Update, gradients: Tree, opt_state: Tree, params: Tree, sca
                     changed[number] = jax.ShapeDtypeStruct(shape, forms[number].dtype)
         return traced(update, *jax.tree.unflatten(structure, changed))
 
+    count = _count(leaves, groups)
+    sizes = [-(-group.rows // count) for group in groups]
+    rows_of = dict(zip(groups, sizes, strict=True))
+    shape_of_block = lambda one: one.block(rows_of[one], one.columns)  # noqa: E731
     whole = trace(lambda _: None)
     owners = {number: paths[group.inputs[0]][1:] for group in groups for number in group.inputs}
     try:
-        blocks = owners_of_blocks(whole, trace(lambda one: one.block(_OTHER_ROWS, _OTHER_COLUMNS)), owners)
+        blocks = owners_of_blocks(whole, trace(shape_of_block), owners)
     except (NotInBlocks, TypeError, ValueError) as error:
-        raise _refused("the optimizer's update", str(error)) from error
+        raise _refused("the optimizer's update", "its operations depend on the shapes of the arrays") from error
     for group in groups:
         for number, before in zip(group.outputs, group.inputs[1:], strict=True):
             made = whole.outputs[number]
             if blocks.get(made) not in (owners[before], ()):
                 name = ".".join(paths[before][1:])
-                raise _refused(f"the update of {name!r}", "it is not elementwise, so blocks cannot be updated alone")
+                raise _refused(f"the update of {name!r}", "it is not elementwise, or depends on the shape of its array")
 
     in_blocks = {number for group in groups for number in group.outputs}
     rest = [number for number in range(len(whole.outputs)) if number not in in_blocks]
@@ -117,13 +118,9 @@ def streamed(update: Update, gradients: Tree, opt_state: Tree, params: Tree, sca
     known = {number: leaves[number] for number in arguments}
     found = evaluated(ops, known, [*common, *_of(whole, rest)])
 
-    count = _count(leaves, groups)
-    sizes = [-(-group.rows // count) for group in groups]
-
     def run(arrays: list[list[jax.Array]], scalars: list[jax.Array]) -> list[list[jax.Array]]:
-        rows_of = dict(zip(groups, sizes, strict=True))
-        # Traced here, because a trace belongs to the `shard_map` around it.
-        in_block = trace(lambda one: one.block(rows_of[one], one.columns))
+        # Traced again, because a trace belongs to the `shard_map` around it.
+        in_block = trace(shape_of_block)
         flat = [[a.reshape(-1, a.shape[-1]) for a in own] for own in arrays]
 
         def body(i: jax.Array, moving: list[list[jax.Array]]) -> list[list[jax.Array]]:

@@ -61,6 +61,12 @@ def assert_same(one, other):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
+def by_height():
+    """Multiplies updates by a factor that is 1 for whole weights of this model, but not for some of their blocks."""
+    factor = lambda u: max(1.0, u.shape[0] / u.shape[-1] / 2)  # noqa: E731
+    return optax.stateless_with_tree_map(lambda u, _: u * factor(u) if u.ndim > 1 else u)
+
+
 @pytest.fixture(scope="module")
 def trained():
     """Returns, for each place of the state, the states after each of three steps. The gradient of the second batch is
@@ -127,8 +133,9 @@ def test_an_evaluation_and_gradients_read_parameters_on_the_host(trained):
         (lambda: optax.contrib.muon(1e-3), "cannot be computed in blocks"),
         (lambda: optax.MultiSteps(optax.adam(1e-3), 2), "cannot be computed in blocks"),
         (lambda: optax.chain(optax.add_noise(0.1, 0.5, 0), optax.adam(1e-3)), "it is not elementwise"),
+        (lambda: optax.chain(optax.adam(1e-3), by_height()), "depends on the shape of its array"),
     ],
-    ids=["lamb", "muon", "multi-steps", "noise"],
+    ids=["lamb", "muon", "multi-steps", "noise", "factor-of-the-shape"],
 )
 def test_updates_that_are_not_elementwise_are_refused(make, message):
     optimizer = make()
