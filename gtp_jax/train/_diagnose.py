@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ..mesh import degrees, of_all_processes
+from ..mesh import degrees, of_all_processes, on_device
 from ..recipes import Recipe, check_recipe, recipe_of_call
 from ._gradients import gradients, mean_gradients
 from ._loss import Loss, check_loss, mean
@@ -107,6 +107,7 @@ def diagnose(
     check_state(state)
     check_values(state)
     check_recipe(recipe)
+    state = dataclasses.replace(state, params=on_device(state.params))
     flags, names = _finite_leaves(state.params)
     if not flags.all():
         return Diagnosis(parameter=names[int(np.argmin(flags))])

@@ -115,7 +115,7 @@ def test_a_checkpoint_moves_between_host_and_device_bit_for_bit(trained, tmp_pat
                 assert kinds(restored.opt_state) == {"device" if where is None else "pinned_host"}
 
 
-def test_an_evaluation_and_gradients_read_parameters_on_the_host(trained):
+def test_an_evaluation_gradients_and_a_diagnosis_read_parameters_on_the_host(trained):
     optimizer, found = trained
     with jax.set_mesh(gtp.make_mesh(dp=2, gtp=4)):
         evaluate = gtp.eval_step(loss)
@@ -124,6 +124,10 @@ def test_an_evaluation_and_gradients_read_parameters_on_the_host(trained):
         assert kinds(found["masters"][-1].model().up.kernel[...]) == {"device"}
         shapes = jax.eval_shape(lambda state: loss_and_gradients(loss, state, batch_of(3)), found["masters"][-1])
         assert not any(map(is_on_host, jax.tree.leaves(shapes)))
+        batch = batch_of(3)
+        batch["x"][5] = np.inf
+        diagnosis = gtp.train.diagnose(loss, found["masters"][-1], batch)
+        assert (diagnosis.parameter, diagnosis.sample, diagnosis.layer) == (None, 5, "up")
 
 
 @pytest.mark.parametrize(
