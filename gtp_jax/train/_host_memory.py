@@ -48,20 +48,31 @@ class Away:
 
     def shapes(self, mesh: Mesh, shapes: tuple[Tree, Tree], specs: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
         """Returns the shapes of the parameters and of the optimizer's state, with shardings in the memory of the host
-        for those that are kept there. Without a mesh, returns them unchanged.
+        for those that are kept there.
 
         Args:
             mesh: the mesh.
             shapes: the shapes of both.
             specs: the partitions of both.
+
+        Raises:
+            ValueError: if arrays are kept on the host and there is no mesh, because only a sharding on a mesh gives a
+                shape a memory.
         """
+        if not any((*self.params, *self.optimizer)):
+            return shapes
+        if mesh.empty:
+            raise ValueError(
+                "`offload` is set for an abstract model, but no mesh is in scope, and shapes without a mesh are in no "
+                "memory. Create the state under `with jax.set_mesh(gtp_jax.make_mesh(gtp=...)):`, also for one device."
+            )
         leaves, structure = jax.tree.flatten(shapes)
         partitions = jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
         own = [
             jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=_sharding(mesh, spec)) if moves else leaf
             for leaf, spec, moves in zip(leaves, partitions, (*self.params, *self.optimizer), strict=True)
         ]
-        return shapes if mesh.empty else jax.tree.unflatten(structure, own)
+        return jax.tree.unflatten(structure, own)
 
     def moved(self, params: Tree) -> Tree:
         """Returns the parameters, with copies on the host of those that are kept there."""

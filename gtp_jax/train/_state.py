@@ -98,7 +98,8 @@ class TrainState:
                 different roles, if a weight's array does not have the shape that it was built with, if the model has an
                 `nnx.WeightNorm` or `nnx.SpectralNorm`, if the recipe has delayed scaling and does not fit the model, if
                 a `per_layer` in the optimizer cannot be mapped over layers, or if this is called while JAX traces; if
-                `offload` is an unknown word, or the host has too little memory for it, or a weight is stored padded.
+                `offload` is an unknown word, or the host has too little memory for it, or a weight is stored padded, or
+                the model is abstract and no mesh is in scope.
             TypeError: if `optimizer` is not an optax optimizer, or `recipe` is not a recipe.
         """
         check_optimizer(optimizer)

@@ -150,6 +150,8 @@ def test_updates_that_are_not_elementwise_are_refused(make, message):
 
 
 def test_what_offload_cannot_do_is_refused_when_the_state_is_made(monkeypatch):
+    with pytest.raises(ValueError, match="`offload` is set for an abstract model, but no mesh is in scope"):
+        state_of(optax.adam(1e-3), "masters")
     with jax.set_mesh(gtp.make_mesh(gtp=8)):
         with pytest.raises(ValueError, match="`offload` is 'params'; it must be 'optimizer', 'masters', or `None`"):
             state_of(optax.adam(1e-3), "params")
