@@ -145,7 +145,7 @@ def _owner(op: _Op, again: _Op, known: Mapping[int, Path]) -> Path | None:
 
 
 def needed(
-    trace: Trace, outputs: Iterable[Any], within: Callable[[int], bool] = lambda _: True
+    trace: Trace, outputs: Iterable[Any], within: Callable[[int], bool] = lambda _: True, *, effects: bool = False
 ) -> tuple[list[_Op], list[int]]:
     """Returns the operations that compute some outputs, in order; and the numbers of the values that these read without
     computing them.
@@ -154,11 +154,12 @@ def needed(
         trace: the trace.
         outputs: the numbers of the outputs, or constants.
         within: whether to compute a value. By default all values but the inputs are computed.
+        effects: whether to include operations with side effects, such as printing, that compute no output.
     """
     wanted = {number for number in outputs if isinstance(number, int)}
     ops: list[_Op] = []
     for op in reversed(trace.ops):
-        if any(number in wanted and within(number) for number in op.results):
+        if (effects and op.eqn.effects) or any(number in wanted and within(number) for number in op.results):
             ops.append(op)
             wanted |= {number for number in op.operands if isinstance(number, int)}
     made = {number for op in ops for number in op.results}
@@ -174,8 +175,8 @@ def evaluated(ops: Iterable[_Op], known: dict[int, Any], outputs: Iterable[Any])
         outputs: the numbers of the values to return, or constants.
     """
     for op in ops:
-        if not all(number in known for number in op.results):
-            eqn = op.eqn
+        eqn = op.eqn
+        if eqn.effects or not all(number in known for number in op.results):
             given = {
                 v: n.value if isinstance(n, _Constant) else known[n]
                 for v, n in zip(eqn.invars, op.operands, strict=True)

@@ -110,7 +110,7 @@ def streamed(update: Update, gradients: Tree, opt_state: Tree, params: Tree, sca
     # What blocks read of whole arrays: scalars, such as counts and norms.
     read = {n for group in groups for n in needed(whole, _of(whole, group.outputs), blocks.__contains__)[1]}
     common = sorted(read - blocks.keys())
-    ops, arguments = needed(whole, [*common, *_of(whole, rest)])
+    ops, arguments = needed(whole, [*common, *_of(whole, rest)], effects=True)
     for number in arguments:
         if is_on_host(leaves[number]):
             name = ".".join(paths[number][1:])

@@ -64,7 +64,7 @@ def assert_same(one, other):
 def by_height():
     """Multiplies updates by a factor that is 1 for whole weights of this model, but not for some of their blocks."""
     factor = lambda u: max(1.0, u.shape[0] / u.shape[-1] / 2)  # noqa: E731
-    return optax.stateless_with_tree_map(lambda u, _: u * factor(u) if u.ndim > 1 else u)
+    return optax.stateless_with_tree_map(lambda u, _: u * factor(u) if jnp.ndim(u) > 1 else u)
 
 
 @pytest.fixture(scope="module")
@@ -147,6 +147,19 @@ def test_updates_that_are_not_elementwise_are_refused(make, message):
         state = state_of(optimizer, "optimizer")
         with pytest.raises(ValueError, match=message):
             jax.eval_shape(gtp.train_step(loss, optimizer), state, batch_of(0))
+
+
+def test_an_update_with_side_effects_keeps_them():
+    def reported(updates, _):
+        jax.debug.callback(lambda _: None, optax.tree.norm(updates))
+        return updates
+
+    optimizer = optax.chain(optax.stateless(reported), optax.adam(1e-3))
+    with jax.set_mesh(gtp.make_mesh(gtp=8)):
+        step: Any = gtp.train_step(loss, optimizer)
+        for where in WHERE:
+            text = str(step.trace(state_of(optimizer, where), batch_of(0)).jaxpr)
+            assert text.count("debug_callback[") == 1
 
 
 def test_what_offload_cannot_do_is_refused_when_the_state_is_made(monkeypatch):
