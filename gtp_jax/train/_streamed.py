@@ -72,7 +72,8 @@ def streamed(update: Update, gradients: Tree, opt_state: Tree, params: Tree, sca
         specs: the partitions of the parameters.
 
     Raises:
-        ValueError: if the update of an array on the host is not elementwise; the message names the array.
+        ValueError: if the update of an array on the host is not elementwise; the message names the array. Or if the
+            update changes the structure of the optimizer's state.
     """
     given = (gradients, opt_state, params, scalars)
     leaves, structure = jax.tree.flatten(given)
@@ -80,13 +81,19 @@ def streamed(update: Update, gradients: Tree, opt_state: Tree, params: Tree, sca
     groups = _groups(given, specs)
     forms = jax.tree.leaves(device_shapes(given))
 
+    def kept(*args: Tree) -> tuple[Tree, Tree]:
+        result = update(*args)
+        if jax.tree.structure(result) != jax.tree.structure(args[1:3]):
+            raise _refused("the optimizer's update", "it changes the structure of its state")
+        return result
+
     def trace(shape_of: Callable[[_Streamed], tuple[int, ...] | None]) -> Trace:
         changed = list(forms)
         for group in groups:
             if (shape := shape_of(group)) is not None:
                 for number in group.inputs:
                     changed[number] = jax.ShapeDtypeStruct(shape, forms[number].dtype)
-        return traced(update, *jax.tree.unflatten(structure, changed))
+        return traced(kept, *jax.tree.unflatten(structure, changed))
 
     count = _count(leaves, groups)
     sizes = [-(-group.rows // count) for group in groups]

@@ -1,6 +1,7 @@
 """A state that is kept partly in the memory of the host trains like one that is not."""
 
 import re
+from collections import OrderedDict
 from typing import Any
 
 import jax
@@ -65,6 +66,15 @@ def by_height():
     """Multiplies updates by a factor that is 1 for whole weights of this model, but not for some of their blocks."""
     factor = lambda u: max(1.0, u.shape[0] / u.shape[-1] / 2)  # noqa: E731
     return optax.stateless_with_tree_map(lambda u, _: u * factor(u) if jnp.ndim(u) > 1 else u)
+
+
+def two_moments(params):
+    return OrderedDict(first=optax.tree.zeros_like(params), second=optax.tree.zeros_like(params))
+
+
+def turned(updates, state, params=None):
+    """Returns both moments as they were, in the other order."""
+    return updates, OrderedDict(reversed(state.items()))
 
 
 @pytest.fixture(scope="module")
@@ -138,8 +148,9 @@ def test_an_evaluation_gradients_and_a_diagnosis_read_parameters_on_the_host(tra
         (lambda: optax.MultiSteps(optax.adam(1e-3), 2), "cannot be computed in blocks"),
         (lambda: optax.chain(optax.add_noise(0.1, 0.5, 0), optax.adam(1e-3)), "it is not elementwise"),
         (lambda: optax.chain(optax.adam(1e-3), by_height()), "depends on the shape of its array"),
+        (lambda: optax.GradientTransformation(two_moments, turned), "it changes the structure of its state"),
     ],
-    ids=["lamb", "muon", "multi-steps", "noise", "factor-of-the-shape"],
+    ids=["lamb", "muon", "multi-steps", "noise", "factor-of-the-shape", "order-of-the-state"],
 )
 def test_updates_that_are_not_elementwise_are_refused(make, message):
     optimizer = make()
