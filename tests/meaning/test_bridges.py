@@ -52,6 +52,7 @@ def assert_equal(numbers: str, found: Any, gradients: Any) -> None:
 def test_a_model_in_linen_has_the_loss_and_gradients_of_plain_jax(kind, numbers):
     dtype, recipe, _ = NUMBERS[numbers]
     weights, x = values()
+    x = jnp.asarray(x)
     bridged = nnx.bridge.to_linen(MODELS[kind], dtype=dtype)
     variables = with_weights(jax.jit(bridged.init)(jax.random.key(0), x), weights)
     with gtp.use_recipe(everywhere(recipe)):
