@@ -110,7 +110,7 @@ def test_with_norms_of_queries_and_a_shared_expert_the_loss_is_ours(partitioner)
     with jax.set_mesh(gtp.make_mesh(gtp=1, devices=jax.devices()[:1])):
         model = Llama(config, rngs=nnx.Rngs(0))
         nnx.update(model, params)
-        total, count = next_token_loss(model, {"tokens": tokens, "targets": targets})
+        total, count = nnx.jit(next_token_loss)(model, {"tokens": tokens, "targets": targets})
     np.testing.assert_allclose(loss, total / count, rtol=1e-5)
     is_shape = lambda s: isinstance(s, tuple)  # noqa: E731
     shapes = jax.tree.leaves(partitioner.shapes(work), is_leaf=is_shape)
