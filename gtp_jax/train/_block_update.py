@@ -13,6 +13,7 @@ arrays.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -28,10 +29,6 @@ Tree = Any
 
 _EMPTY = jax.make_jaxpr(lambda: ())().jaxpr
 _COPIES = ("copy", "copy_p", "stop_gradient", "pvary")
-
-
-class NotInBlocks(Exception):
-    """Raised if an update cannot be computed in blocks. The message says what it does."""
 
 
 class _Constant(NamedTuple):
@@ -54,12 +51,10 @@ class Trace:
     computed, inputs first.
 
     Attributes:
-        inputs: the number of inputs.
         outputs: the outputs: numbers of values, or constants.
         ops: the operations.
     """
 
-    inputs: int
     outputs: list[Any]
     ops: list[_Op]
 
@@ -68,10 +63,8 @@ def traced(function: Callable[..., Tree], *args: Tree) -> Trace:
     """Traces a function for arguments of these shapes and dtypes."""
     closed = jax.make_jaxpr(function)(*args)
     jaxpr = closed.jaxpr
-    trace = Trace(len(jaxpr.invars), [], [])
-    count = iter(range(len(jaxpr.invars), 1 << 62))
-    trace.outputs = _inlined(jaxpr, closed.consts, range(len(jaxpr.invars)), count, trace.ops)
-    return trace
+    count, ops = itertools.count(len(jaxpr.invars)), []
+    return Trace(_inlined(jaxpr, closed.consts, range(len(jaxpr.invars)), count, ops), ops)
 
 
 def _inlined(
@@ -107,7 +100,7 @@ def owners_of_blocks(whole: Trace, in_block: Trace, owners: Mapping[int, Path]) 
         owners: the inputs that are given in blocks, by number, with their parameters.
 
     Raises:
-        NotInBlocks: if the two traces have different operations.
+        ValueError: if the two traces have different operations.
     """
     found: dict[int, Path] = dict(owners)
     alike = len(whole.ops) == len(in_block.ops) and all(
@@ -115,7 +108,7 @@ def owners_of_blocks(whole: Trace, in_block: Trace, owners: Mapping[int, Path]) 
         for a, b in zip(whole.ops, in_block.ops, strict=True)
     )
     if not alike:
-        raise NotInBlocks("its operations depend on the shapes of the arrays")
+        raise ValueError("the traces have different operations")
     for op, again in zip(whole.ops, in_block.ops, strict=True):
         own = _owner(op, again, found)
         if own is not None:

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 from ..collectives import sum_over_replicas
 from ..experts import check_loss_reduction, routed_into
 from ..hook import quantized, recipe_of_step, with_made
-from ..mesh import degrees, use_roles, with_paths
+from ..mesh import degrees, on_device, use_roles, with_paths
 from ..nn import drops, groups_of, keys_of, shards_of, with_dropout, with_groups
 from ..recipes import Recipe
 from ..weights import ModulePath, forget_after, prepare
@@ -95,6 +95,7 @@ def gradients(request: Request, state: TrainState, batch: Tree) -> Computed:
             result.
     """
     check_filled(batch)
+    state = _arrived(state)
     _check_parameters_have_gradients(state)
     _check_recipe_pregathers(request)
     with recipe_of_step(request.recipe):
@@ -113,7 +114,12 @@ def losses(request: Request, state: TrainState, batch: Tree) -> Computed:
     """
     check_filled(batch)
     with recipe_of_step(request.recipe):
-        return _losses(request, state, batch)
+        return _losses(request, _arrived(state), batch)
+
+
+def _arrived(state: TrainState) -> TrainState:
+    """Returns the state with all parameters in the memory of the device."""
+    return dataclasses.replace(state, params=on_device(state.params))
 
 
 def _losses(request: Request, state: TrainState, batch: Tree) -> Computed:

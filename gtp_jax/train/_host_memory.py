@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -176,7 +176,7 @@ def _here(leaves: Iterable[Any], away: Iterable[bool], shardings: Iterable[Any] 
     return sizes
 
 
-def _check_room(sizes: Iterable[int], environment: Mapping[str, str] = os.environ) -> None:
+def _check_room(sizes: Iterable[int]) -> None:
     """Refuses a state for which the host has too little memory, before any of it is allocated.
 
     Raises:
@@ -188,7 +188,7 @@ def _check_room(sizes: Iterable[int], environment: Mapping[str, str] = os.enviro
             f"`offload` keeps {_gib(needed)} of the state in the memory of this host, which has {_gib(free)} "
             "available. Use more hosts, keep less there (`offload='optimizer'`), or an optimizer with less state."
         )
-    limit = int(environment.get(_LIMIT, _DEFAULT_LIMIT))
+    limit = int(os.environ.get(_LIMIT, _DEFAULT_LIMIT))
     if jax.default_backend() == "gpu" and needed > limit << 30:
         raise ValueError(
             f"`offload` keeps {_gib(needed)} of the state in pinned memory of this host, for which XLA's limit is "

@@ -14,7 +14,7 @@ import optax
 
 from .._foreign import brief
 from .._words import ReduceOverDp
-from ..mesh import Roles, current_roles, degree, degrees, is_on_host, on_device, platform
+from ..mesh import Roles, current_roles, degree, degrees, is_on_host, platform
 from ..recipes import Recipe, check_recipe, recipe_of_call
 from ._gradients import Computed, gradients, losses, mean_gradients
 from ._jit import Jitted
@@ -162,8 +162,7 @@ def train_step(
     def step(state: TrainState, batch: Tree, skip: jax.Array | None = None) -> tuple[TrainState, dict[str, Any]]:
         check_state(state)
         chosen = request._replace(recipe=recipe_of_call(recipe))
-        arrived = dataclasses.replace(state, params=on_device(state.params))
-        computed = gradients(chosen, arrived, batch)
+        computed = gradients(chosen, state, batch)
         after, metrics = updated(
             state,
             computed,
@@ -218,8 +217,7 @@ def eval_step(
 
     def step(state: TrainState, batch: Tree) -> dict[str, Any]:
         check_state(state)
-        arrived = dataclasses.replace(state, params=on_device(state.params))
-        computed = losses(Request(loss, view, has_aux, 1, recipe_of_call(recipe)), arrived, batch)
+        computed = losses(Request(loss, view, has_aux, 1, recipe_of_call(recipe)), state, batch)
         return _metrics(computed, state, view, has_aux)
 
     options = lambda *args: _options(compiler_options, recipe_of_call(recipe), view, *args)  # noqa: E731
@@ -273,7 +271,6 @@ def loss_and_gradients(
             "which scales each operand by its own amax."
         )
     request = Request(loss, view, False, microbatches, chosen, pregathered_layers, seed, reduce_over_dp)
-    state = dataclasses.replace(state, params=on_device(state.params))
     computed = gradients(request, state, batch)
     grads = mean_gradients(state.params, computed)
     return mean(computed.total, computed.tokens), grads

@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..mesh import Path, is_on_host, of_parameter, with_paths
-from ._block_update import NotInBlocks, Trace, evaluated, needed, owners_of_blocks, traced
+from ._block_update import Trace, evaluated, needed, owners_of_blocks, traced
 from ._host_memory import device_shapes
 
 Tree = Any
@@ -50,9 +50,9 @@ class _Streamed:
     columns: int
     ndim: int
 
-    def block(self, rows: int, columns: int) -> tuple[int, ...]:
-        """Returns the shape of a block, with the number of dimensions of the array."""
-        return (*(1,) * (self.ndim - 2), rows, columns)
+    def block(self, rows: int) -> tuple[int, ...]:
+        """Returns the shape of a block of some rows, with the number of dimensions of the array."""
+        return (*(1,) * (self.ndim - 2), rows, self.columns)
 
 
 def streams(params: Tree, opt_state: Tree) -> bool:
@@ -98,12 +98,12 @@ def streamed(update: Update, gradients: Tree, opt_state: Tree, params: Tree, sca
     count = _count(leaves, groups)
     sizes = [-(-group.rows // count) for group in groups]
     rows_of = dict(zip(groups, sizes, strict=True))
-    shape_of_block = lambda one: one.block(rows_of[one], one.columns)  # noqa: E731
+    shape_of_block = lambda one: one.block(rows_of[one])  # noqa: E731
     whole = trace(lambda _: None)
     owners = {number: paths[group.inputs[0]][1:] for group in groups for number in group.inputs}
     try:
         blocks = owners_of_blocks(whole, trace(shape_of_block), owners)
-    except (NotInBlocks, TypeError, ValueError) as error:
+    except (TypeError, ValueError) as error:
         raise _refused("the optimizer's update", "its operations depend on the shapes of the arrays") from error
     for group in groups:
         for number, before in zip(group.outputs, group.inputs[1:], strict=True):
@@ -185,7 +185,7 @@ def _updated(
     start = number * rows if whole else jnp.minimum(number * rows, group.rows - rows)
     parts = [lax.dynamic_slice_in_dim(array, start, rows) for array in arrays]
     parts = [jax.device_put(part, jax.memory.Space.Device) if is_on_host(part) else part for part in parts]
-    shape = group.block(rows, group.columns)
+    shape = group.block(rows)
     outputs = _of(trace, group.outputs)
     known |= zip(group.inputs, (part.reshape(shape) for part in parts), strict=True)
     results = evaluated(needed(trace, outputs, blocks.__contains__)[0], known, outputs)
@@ -212,9 +212,9 @@ def _groups(given: tuple[Tree, Tree, Tree, Tree], specs: Tree) -> list[_Streamed
     listed = with_paths(given)
     partitions = dict(with_paths(specs, is_leaf=lambda s: isinstance(s, PartitionSpec)))
     shapes = {path: leaf.shape for path, leaf in with_paths(given[2])}
-    own: dict[Path, list[int]] = {}
+    names, own = {path: path for path in shapes}, {}
     for number, (path, leaf) in enumerate(listed):
-        owner = of_parameter(path[1:], {one: one for one in shapes}) if path[0] != "3" else None
+        owner = of_parameter(path[1:], names) if path[0] != "3" else None
         if owner is not None and leaf.shape == shapes[owner]:
             own.setdefault(owner, []).append(number)
     first = len(jax.tree.leaves(given[0]))
