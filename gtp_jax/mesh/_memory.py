@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax
+import jax.core
 import numpy as np
 
 from ._processes import of_all_processes
@@ -37,6 +38,8 @@ def device_memory() -> DeviceMemory | None:
 
 def is_on_host(leaf: Any) -> bool:
     """Returns whether an array, or the shape of one, is in the memory of the host."""
+    if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
+        return leaf.sharding.memory_kind == "pinned_host"  # as below, ten times as fast: every step asks
     if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         return jax.typeof(leaf).memory_space == jax.memory.Space.Host
     return False

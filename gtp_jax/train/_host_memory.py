@@ -39,8 +39,8 @@ class Away:
     """The arrays of a state that are kept in the memory of the host.
 
     Attributes:
-        params: for each parameter, whether it is.
-        optimizer: for each array of the optimizer's state, whether it is.
+        params: for each parameter, whether it is; empty if nothing is kept there.
+        optimizer: for each array of the optimizer's state, whether it is; empty if nothing is kept there.
     """
 
     params: tuple[bool, ...]
@@ -76,6 +76,8 @@ class Away:
 
     def moved(self, params: Tree) -> Tree:
         """Returns the parameters, with copies on the host of those that are kept there."""
+        if not self.params:
+            return params
         leaves, structure = jax.tree.flatten(params)
         return jax.tree.unflatten(structure, map(_kept, leaves, self.params))
 
@@ -105,14 +107,14 @@ class Away:
         return jax.tree.unflatten(structure, [made[n] for n in range(len(shapes))])
 
 
-def choose(offload: Any, params: Tree, opt_state: Tree, model_def: ModelDef) -> Away:
+def choose(offload: Any, params: Tree, init: Callable[[Tree], Tree], model_def: ModelDef) -> Away:
     """Decides what is kept on the host: arrays of a parameter's shape, except small ones and those of parameters with
     update rules.
 
     Args:
         offload: as for `TrainState.create`.
         params: the parameters or their shapes.
-        opt_state: the shapes of the optimizer's state.
+        init: the optimizer's `init`.
         model_def: the definition of the model.
 
     Raises:
@@ -121,7 +123,9 @@ def choose(offload: Any, params: Tree, opt_state: Tree, model_def: ModelDef) -> 
     if offload is not None and offload not in OFFLOADED:
         allowed = ", ".join(map(repr, OFFLOADED))
         raise ValueError(f"`offload` is {offload!r}; it must be {allowed}, or `None` to keep all on the device.")
-    if offload is not None and model_def.padded:
+    if offload is None:
+        return Away((), ())
+    if model_def.padded:
         name = ".".join(next(iter(model_def.padded)))
         raise ValueError(
             f"`offload` is {offload!r}, but the weight {name!r} is stored padded (`even_shares`), and blocks do not "
@@ -133,7 +137,7 @@ def choose(offload: Any, params: Tree, opt_state: Tree, model_def: ModelDef) -> 
         if leaf.ndim > 1 and leaf.size >= _LEAST_ELEMENTS and path not in model_def.update_rules
     }
     moves = lambda path, leaf: of_parameter(path, large) == leaf.shape  # noqa: E731
-    of_optimizer = tuple(offload is not None and moves(path, leaf) for path, leaf in with_paths(opt_state))
+    of_optimizer = tuple(moves(path, leaf) for path, leaf in with_paths(jax.eval_shape(init, params)))
     return Away(tuple(offload == "masters" and path in large for path, _ in with_paths(params)), of_optimizer)
 
 

@@ -112,7 +112,7 @@ class TrainState:
         warn_of_layers_as_one(optimizer, model_def, params)
         specs = state_specs(model_def, optimizer, params, scaling)
         optimizer = of_model(optimizer, model_def)
-        away = choose(offload, params, jax.eval_shape(optimizer.init, params), model_def)
+        away = choose(offload, params, optimizer.init, model_def)
         if abstract:
             abstract_on_mesh = functools.partial(_abstract, mesh)
             opt_state = jax.tree.map(abstract_on_mesh, jax.eval_shape(optimizer.init, params), specs.opt_state)
