@@ -2,7 +2,8 @@
 
 Run it with `torchrun --nproc-per-node 8 fsdp2.py --gtp 8 --sequences 8`. `--keep-gathered` sets
 `reshard_after_forward=False`; `--float8 tensorwise` and `--float8 rowwise` use torchao's FP8 matmuls. With
-`--num-experts`, blocks have experts (torch_experts.py), which `--ep` divides among ranks.
+`--num-experts`, blocks have experts (torch_experts.py), which `--ep` divides among ranks. `--offload` keeps parameters,
+gradients and moments in host memory, where AdamW runs; `--recompute` keeps only the inputs of blocks for backward.
 """
 
 # pyright: reportMissingImports=false
@@ -21,8 +22,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -169,7 +171,15 @@ def compile_blocks(model: Llama, work: Workload) -> None:
             block.moe.compile_parts()
 
 
-def shard(model: Llama, work: Workload, mesh: Any, policy: MixedPrecisionPolicy, *, keep_gathered: bool) -> None:
+def shard(
+    model: Llama,
+    work: Workload,
+    mesh: Any,
+    policy: MixedPrecisionPolicy,
+    *,
+    keep_gathered: bool,
+    offload: bool = False,
+) -> None:
     """Shards the weights of a model over gtp and ep; those of experts that ep divides are sharded only over gtp.
 
     Args:
@@ -178,15 +188,17 @@ def shard(model: Llama, work: Workload, mesh: Any, policy: MixedPrecisionPolicy,
         mesh: the mesh, with the axes `gtp`, `ep` and `tp`.
         policy: the dtypes of compute and of gradients.
         keep_gathered: whether blocks and the embedding keep gathered weights for backward. The head always does.
+        offload: whether parameters, gradients and moments are kept in pinned host memory.
     """
     data = mesh["gtp"] if work.ep == 1 else mesh["gtp", "ep"]._flatten("data")
-    options = {"mesh": data, "mp_policy": policy}
+    kept = CPUOffloadPolicy() if offload else OffloadPolicy()
+    options = {"mesh": data, "mp_policy": policy, "offload_policy": kept}
     blocks: Any = model.blocks
     fully_shard(model.embed, **options, reshard_after_forward=not keep_gathered)
     for block in blocks:
         if work.divides_experts:
             experts: Any = fully_shard(
-                block.moe.experts, mesh=mesh["gtp"], mp_policy=policy, reshard_after_forward=not keep_gathered
+                block.moe.experts, **{**options, "mesh": mesh["gtp"]}, reshard_after_forward=not keep_gathered
             )
             # these experts received the tokens of all ep ranks, so their gradients are already sums over ep
             experts.set_gradient_divide_factor(float(work.gtp * work.ep))
@@ -232,6 +244,8 @@ def main() -> None:
     )
     flags.add_argument("--float8", choices=float8.SCALINGS, help="FP8 matmuls of torchao with this scaling")
     flags.add_argument("--eager", action="store_true", help="do not compile")
+    flags.add_argument("--offload", action="store_true", help="keep parameters, gradients and moments on the host")
+    flags.add_argument("--recompute", action="store_true", help="keep only the inputs of blocks for backward")
     args = flags.parse_args()
     if args.async_tp and args.eager:
         flags.error("--async-tp is done by the compiler; remove --eager")
@@ -260,9 +274,12 @@ def main() -> None:
         compile_blocks(model, work)
         if work.tp == 1:
             loss_of = torch.compile(loss_of)
+    if args.recompute:
+        for i, block in enumerate(model.blocks):
+            model.blocks[i] = checkpoint_wrapper(block)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=getattr(torch, REDUCE_DTYPE))
-    shard(model, work, mesh, policy, keep_gathered=args.keep_gathered)
-    model.to_empty(device=device)
+    shard(model, work, mesh, policy, keep_gathered=args.keep_gathered, offload=args.offload)
+    model.to_empty(device="cpu" if args.offload else device)
     model.reset()
     update_scales()  # also before the first step, so that all steps run the same compiled program
     optimizer = torch.optim.AdamW(groups_of(model), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=cuda)
