@@ -5,6 +5,7 @@ from ._backward import backward as backward
 from ._effects import effects_explained as effects_explained
 from ._events import Barrier as Barrier
 from ._events import Compute as Compute
+from ._events import Divide as Divide
 from ._events import Event as Event
 from ._events import Fetch as Fetch
 from ._events import Gather as Gather

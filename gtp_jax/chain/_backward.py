@@ -12,7 +12,7 @@ from jax import lax
 
 from ..collectives import Turn, no_turn
 from ._collect import Piece, collect
-from ._events import Barrier, Compute, Event, Fetch, Gather, Loop, Offload, Plan, Reduce
+from ._events import Barrier, Compute, Divide, Event, Fetch, Gather, Loop, Offload, Plan, Reduce
 from ._floats import is_float
 from ._forward import Residuals
 from ._host import to_device, with_activations
@@ -61,8 +61,9 @@ def backward(
     scalars = [()] * len(stages) if scalars is None else scalars
     walk = _Backward(stages, shared, scalars, residuals)
     events = [event for event in plan.backward if isinstance(event, Barrier) or event.stage >= first]
-    carry, done = walk.run(events, _Carry(gradient, {}, {}, walk.zeros(), {}), 0, residuals)
-    assert not carry.weights and not carry.pending and not carry.fetched, "gathered or fetched but never used"
+    carry, done = walk.run(events, _Carry(gradient, {}, {}, {}, walk.zeros(), {}), 0, residuals)
+    left = carry.weights, carry.pending, carry.reduced, carry.fetched
+    assert not any(left), "gathered, reduced or fetched but never used"
     stacked = [stage.stacked for stage in stages[first:]]
     found = (collect(_pieces(gradients, len(stages))[first:], stacked) for gradients in done)
     shards, params = ([*[None] * first, *own] for own in found)
@@ -76,6 +77,7 @@ class _Carry(NamedTuple):
         gradient: the gradient of the activation.
         weights: the gathered weights that have not been used yet.
         pending: the gradients of gathered weights that have not been reduced yet.
+        reduced: the gradients that have been reduced, and wait to be divided.
         shared: the gradients of the shared floats, summed so far.
         fetched: the activations that have come from the host and have not been used yet.
     """
@@ -83,6 +85,7 @@ class _Carry(NamedTuple):
     gradient: Tree
     weights: ByLayer
     pending: ByLayer
+    reduced: ByLayer
     shared: list[jax.Array]
     fetched: ByLayer
 
@@ -117,8 +120,9 @@ class _Backward:
         )
 
     def run(self, events: Sequence[Event], carry: _Carry, origin: Any, residuals: Residuals) -> tuple[_Carry, _Done]:
-        gradient, weights, pending, shared, fetched = carry
-        weights, pending, fetched, reduced = dict(weights), dict(pending), dict(fetched), {}
+        gradient, weights, pending, reduced, shared, fetched = carry
+        weights, pending, reduced, fetched = dict(weights), dict(pending), dict(reduced), dict(fetched)
+        summed: ByLayer = {}  # over all axes
         done = _Done({}, {})
         entered, turn = gradient, no_turn()
         for event in events:
@@ -127,8 +131,13 @@ class _Backward:
                     if stage in self.regathers:
                         weights[stage, layer] = self._gather(stage, layer, place(origin, layer), entered, turn)
                 case Reduce(stage, layer):
-                    gradients = tied_trees(pending.pop((stage, layer)), turn)
-                    reduced[stage, layer] = self.stages[stage].reduce(gradients)
+                    own, gradients = self.stages[stage], tied_trees(pending.pop((stage, layer)), turn)
+                    into = summed if own.divide is None else reduced
+                    into[stage, layer] = own.reduce(gradients)
+                case Divide(stage, layer):
+                    divide = self.stages[stage].divide
+                    assert divide is not None
+                    summed[stage, layer] = divide(tied_trees(reduced.pop((stage, layer)), turn))
                 case Compute(stage, layer):
                     entered = gradient
                     own, residual = weights.pop((stage, layer), ()), residuals.layers[stage, layer]
@@ -142,24 +151,25 @@ class _Backward:
                     away = residuals.host[stage, layer]
                     fetched[stage, layer] = to_device(away if in_loop(origin) else together(away, entered)[0])
                 case Barrier():
-                    # before the next layer begins, the gather, the copy from the host and the reduction must end, and
-                    # this layer's weight gradients must be complete
-                    gradient, pending, reduced, weights, shared, fetched = together(
-                        gradient, pending, reduced, weights, shared, fetched
+                    # before the next layer begins, the gather, the copy from the host and the sums must end, and this
+                    # layer's weight gradients must be complete
+                    gradient, pending, reduced, summed, weights, shared, fetched = together(
+                        gradient, pending, reduced, summed, weights, shared, fetched
                     )
                     entered, turn = gradient, no_turn()
-                    done.shards.update(self._finished(reduced))
-                    reduced = {}
+                    done.shards.update(self._finished(summed))
+                    summed = {}
                 case Loop():
-                    carry, looped = self._loop(event, _Carry(gradient, weights, pending, shared, fetched), residuals)
-                    gradient, weights, pending, shared, fetched = carry
+                    carry = _Carry(gradient, weights, pending, reduced, shared, fetched)
+                    carry, looped = self._loop(event, carry, residuals)
+                    gradient, weights, pending, reduced, shared, fetched = carry
                     entered = gradient
                     done.shards.update(looped.shards)
                     done.params.update(looped.params)
                 case Offload():
                     raise AssertionError(f"{event} has no place in backward")
-        done.shards.update(self._finished(reduced))
-        return _Carry(gradient, weights, pending, shared, fetched), done
+        done.shards.update(self._finished(summed))
+        return _Carry(gradient, weights, pending, reduced, shared, fetched), done
 
     def _gather(self, stage: int, layer: int, number: Any, entered: Tree, turn: Turn) -> Tree:
         """Gathers a layer's weights again. If what forward sent was kept, it is sent again."""
@@ -168,9 +178,9 @@ class _Backward:
         prepared = own.prepare_layer(number, entered) if kept is None else kept
         return own.gather_layer(number, prepared, entered, turn)
 
-    def _finished(self, reduced: ByLayer) -> ByLayer:
+    def _finished(self, summed: ByLayer) -> ByLayer:
         """Returns the gradients of shards, each paired with `False`, because it belongs to a single layer."""
-        return {(stage, layer): (self.stages[stage].finish(own), False) for (stage, layer), own in reduced.items()}
+        return {(stage, layer): (self.stages[stage].finish(own), False) for (stage, layer), own in summed.items()}
 
     def _loop(self, loop: Loop, carry: _Carry, residuals: Residuals) -> tuple[_Carry, _Done]:
         def body(carry: _Carry, step: tuple[jax.Array, Tree, ByLayer]) -> tuple[_Carry, _Done]:
@@ -213,8 +223,8 @@ class _Backward:
 
 
 def _moved(carry: _Carry, shift: int) -> _Carry:
-    weights, pending, fetched = (renumbered(own, shift) for own in (carry.weights, carry.pending, carry.fetched))
-    return carry._replace(weights=weights, pending=pending, fetched=fetched)
+    names = ("weights", "pending", "reduced", "fetched")
+    return carry._replace(**{name: renumbered(getattr(carry, name), shift) for name in names})
 
 
 def _pieces(by_layer: ByLayer, stages: int) -> list[list[Piece]]:

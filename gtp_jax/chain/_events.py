@@ -38,6 +38,14 @@ class Reduce:
 
 
 @dataclasses.dataclass(frozen=True)
+class Divide:
+    """Sums a layer's reduced gradients over further axes, which divide the shards; see `Stage.divide`."""
+
+    stage: int
+    layer: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Offload:
     """Copies to the host's memory the activations that a layer saved."""
 
@@ -83,7 +91,7 @@ class Loop:
     body: tuple[Event, ...]
 
 
-Event = Gather | Compute | Reduce | Offload | Fetch | Barrier | Loop
+Event = Gather | Compute | Reduce | Divide | Offload | Fetch | Barrier | Loop
 
 
 @dataclasses.dataclass(frozen=True)

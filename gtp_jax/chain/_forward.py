@@ -13,7 +13,7 @@ from jaxtyping import PyTree, Shaped
 from ..collectives import Turn, turn_after
 from ._collect import Piece, collect
 from ._effects import effects_explained
-from ._events import Barrier, Compute, Event, Fetch, Gather, Loop, Offload, Plan, Reduce
+from ._events import Barrier, Compute, Divide, Event, Fetch, Gather, Loop, Offload, Plan, Reduce
 from ._host import to_host, without_activations
 from ._offloads import record_offload
 from ._stage import ByLayer, Outputs, Stage, in_loop, is_mark, place, renumbered
@@ -150,7 +150,7 @@ class _Forward:
                     (x, weights, saved), looped, moved = self._loop(event, _Carry(x, weights, saved))
                     done |= looped
                     host |= moved
-                case Reduce() | Fetch():
+                case Reduce() | Divide() | Fetch():
                     raise AssertionError(f"{event} has no place in forward")
         assert not moving, "moved to the host without a barrier"
         return _Carry(x, weights, saved), done, host

@@ -72,7 +72,9 @@ def run(
     """
     only_casts = not any(stage.travels or stage.frozen for stage in stages)
     lengths = [stage.length for stage in stages]
-    events = plan(lengths, schedule, only_casts=only_casts, offload=[stage.offload for stage in stages])
+    divides = [stage.divide is not None for stage in stages]
+    offload = [stage.offload for stage in stages]
+    events = plan(lengths, schedule, only_casts=only_casts, offload=offload, divides=divides)
     alone = plan(lengths, schedule, only_casts=only_casts)  # without differentiation, nothing is saved or moved
     # JAX caches the rules below along with traces, so they take all arrays as arguments and close over none
     bare = [dataclasses.replace(stage, shards=(), gather_inputs=(), params=(), constants=()) for stage in stages]

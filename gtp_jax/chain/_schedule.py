@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from .._words import KeepGathered
@@ -73,20 +74,28 @@ class Segment:
     stop: int
     loop: int = 0
 
+    @property
+    def divides_late(self) -> bool:
+        """Whether an iteration of backward divides the gradient that the one before it has reduced; see `plan`."""
+        return self.loop == 1
 
-def segments(lengths: list[int], schedule: Schedule, kept: int) -> list[Segment]:
+
+def segments(lengths: list[int], schedule: Schedule, kept: int, divides: Sequence[bool]) -> list[Segment]:
     """Divides a chain into segments whose layers are either unrolled or run in a loop.
 
     A stage with a loop begins with one unrolled layer, and ends with at least as many unrolled layers as a loop body
     has. They are needed because, with prefetching, each iteration of a loop gathers the weights of the next layer of
     its own stage (in backward, of the previous one). The stage's last layer gathers those of the next stage instead; in
-    backward, its first layer gathers those of the previous stage. A loop never contains both layers that keep their
-    weights and layers that do not, because its body treats all its layers in the same way.
+    backward, its first layer gathers those of the previous stage. If it divides gradients late, each iteration of
+    backward continues what the two before it have begun, so at least two layers come after the loop in forward. A loop
+    never contains both layers that keep their weights and layers that do not, because its body treats all its layers in
+    the same way.
 
     Args:
         lengths: the number of layers of each stage; 1 for a single module.
         schedule: the schedule, which determines how many layers share a loop body.
         kept: the number of layers, counted from the end of the chain, that keep their weights.
+        divides: for each stage, whether it has a `Stage.divide`.
     """
     total = sum(lengths)
     stretches: list[Segment] = []
@@ -94,7 +103,7 @@ def segments(lengths: list[int], schedule: Schedule, kept: int) -> list[Segment]
     for stage, length in enumerate(lengths):
         body = length if schedule.unroll == "full" else schedule.unroll
         kept_here = min(length, max(0, kept - (total - before - length)))
-        tail = body if kept_here == length else max(body, kept_here)
+        tail = max(body, 0 if kept_here == length else kept_here, 2 if divides[stage] else 1)
         if length <= tail + 1:
             stretches.append(Segment(stage, 0, length))
         else:

@@ -55,8 +55,10 @@ class Stage:
             that nothing else is kept until then. By default, a pair: the gradients of the weights, except of those that
             have slots, and the gradients of the slots.
         reduce: a function that sums over the ranks what `pending` returns for one layer.
-        finish: a function that computes the gradient of the layer's shards from the result of `reduce`, without
-            communication. It runs after the barrier that ends the reduction, if one follows it, so that XLA can write
+        divide: a function that sums the result of `reduce` over further axes, which divide the shards, and returns what
+            `finish` takes; `None` if there are none.
+        finish: a function that computes the gradient of the layer's shards from the result of `reduce` or `divide`,
+            without communication. It runs after the barrier that ends the sum, if one follows it, so that XLA can write
             the result directly to where the gradients of all layers are collected. The result may have a narrower dtype
             than the shards: the dtype in which gradients were summed.
         apply: the layer's function, `(weights, slots, params, x, shared, constants, turn) -> (y, Outputs)`; for `turn`,
@@ -95,6 +97,7 @@ class Stage:
     constants: Tree = ()
     first: int = 0
     prepare: Callable[[Tree], Tree] = lambda inputs: ()
+    divide: Callable[[Tree], Tree] | None = None
     finish: Callable[[Tree], Tree] = lambda reduced: reduced
     slots: Callable[[Tree], Tree] = lambda weights: {}
     pending: Callable[[Tree, Tree], Tree] = lambda weights, slots: (_without(slots, weights), slots)

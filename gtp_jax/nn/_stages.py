@@ -27,6 +27,7 @@ from ..weights import (
     WeightGroup,
     Wire,
     cut_fused,
+    divide_gradients,
     forget_after,
     frozen_wires,
     in_param_dtypes,
@@ -249,8 +250,15 @@ def _stage(
     trained = {path: group for path, group in groups.items() if not group.frozen}
     specs = {path: tuple(layout.spec for layout in group.layouts) for path, group in trained.items()}
     ranks = ranks_spec()
-    local = functools.partial(_reduce_to_shards if view == "global" else _reduce, trained)
-    reduce = in_view(local, lambda gradients: ((ranks, ranks),), Reduced({}, specs))  # pyright: ignore[reportArgumentType]
+    divided = any(group.divided for group in trained.values())
+    of_shards: Any = Reduced({}, specs)  # pyright: ignore[reportArgumentType]
+    to_shards = functools.partial(_to_shards if view == "global" else divide_gradients, trained)
+    first = functools.partial(_reduce, trained)
+    if divided or view == "local":
+        reduce = in_view(first, lambda gradients: ((ranks, ranks),))
+    else:
+        reduce = in_view(lambda own: to_shards(first(own)), lambda gradients: ((ranks, ranks),), of_shards)
+    divide = in_view(to_shards, lambda reduced: (ranks,), of_shards) if divided else None
     ready = in_view(functools.partial(_ready, groups), lambda wires: (_specs(groups, wires),))
     gather = in_view(
         functools.partial(_gather, groups), lambda shards, wires, ready: (specs, _specs(groups, wires), ranks)
@@ -266,6 +274,7 @@ def _stage(
         gather=gather,
         slots=in_view(slots, lambda weights: (ranks,)),
         reduce=reduce,
+        divide=divide,
         finish=finish,
         apply=with_remat(apply, remat),
         constants=constants,
@@ -331,10 +340,10 @@ def _reduce(groups: Groups, gradients: tuple[Any, Slots]) -> Reduced:
     return reduce_gradients(groups, {**of_weights, **of_slots})
 
 
-def _reduce_to_shards(groups: Groups, gradients: tuple[Any, Slots]) -> Reduced:
+def _to_shards(groups: Groups, reduced: Reduced) -> Reduced:
     """Returns the gradients of shards for global view. They are also summed over axes that only replicate the
     shards."""
-    found = stored_gradients(groups, _reduce(groups, gradients))
+    found = stored_gradients(groups, divide_gradients(groups, reduced))
     specs = {path: tuple(layout.spec for layout in group.layouts) for path, group in groups.items()}
     summed = {path: group for path, group in groups.items() if any(map(replica_axes, specs[path]))}
     found |= in_param_dtypes(summed, {path: found[path] for path in summed})  # the dtype of the sum over replicas

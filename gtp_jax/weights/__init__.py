@@ -14,7 +14,8 @@ the model's variables.
 | cast and joined | `Part`, made from `Kernels` only | `Wire.ready(groups)` | forward; may be kept for backward |
 | gathered | the fused weight or its codes; in a chain `Gathered` | `Wire.gather(groups)` | before its layer |
 | gradient | that of the gathered weight, or of its slot | the layer's backward | |
-| reduced | `Reduced`: this rank's part of the sum, or shards | `reduce_gradients(groups, gradients)` | after a layer |
+| reduced | `Reduced`: this rank's part of the sum | `reduce_gradients(groups, gradients)` | a layer later |
+| divided | `Reduced`: shards summed over dp too (ZeRO) | `divide_gradients(groups, reduced)` | after `reduced` |
 | gradient of shards | `Shards` | `stored_gradients(groups, reduced)`, `in_param_dtypes` | after its layer |
 
 A `WeightGroup` extends a `WireSpec`, which holds the decisions that wires depend on. For the weights that
@@ -109,6 +110,7 @@ from ._ranks import in_view as in_view
 from ._ranks import on_ranks as on_ranks
 from ._ranks import ranks_spec as ranks_spec
 from ._reduce import Reduced as Reduced
+from ._reduce import divide_gradients as divide_gradients
 from ._reduce import in_param_dtypes as in_param_dtypes
 from ._reduce import reduce_gradients as reduce_gradients
 from ._reduce import scatter as scatter

@@ -25,8 +25,8 @@ class Reduced:
 
     Attributes:
         parts: this rank's part of each sum, in the dtype of the sum.
-        shards: the gradients of what ranks store: in global view, of every weight; in local view, of the weights whose
-            shards the optimizer's axes divide, summed over these axes too.
+        shards: the gradients of what ranks store, made by `divide_gradients`: in global view, of every weight; in local
+            view, of the weights whose shards the optimizer's axes divide, summed over these axes too.
     """
 
     parts: dict[ModulePath, jax.Array]
@@ -42,12 +42,14 @@ def scatter(
         groups: the groups of the weights, by name.
         gradients: this rank's gradients of the fused weights, by the same names.
     """
-    return in_param_dtypes(groups, stored_gradients(groups, reduce_gradients(groups, gradients)))
+    return in_param_dtypes(
+        groups, stored_gradients(groups, divide_gradients(groups, reduce_gradients(groups, gradients)))
+    )
 
 
 def reduce_gradients(groups: Mapping[ModulePath, WeightGroup], gradients: Mapping[ModulePath, jax.Array]) -> Reduced:
-    """Sums the gradients of fused weights over the ranks of a gather, then over the optimizer's axes if they divide the
-    shards. Gradients that are exchanged over the same axes, in the same format or dtype, share one all-to-all."""
+    """Sums the gradients of fused weights over the ranks of a gather. Gradients that are exchanged over the same axes,
+    in the same format or dtype, share one all-to-all."""
     gradients = {name: _fused(group, gradients[name]) for name, group in groups.items()}
     parts: dict[ModulePath, jax.Array] = {}
     together: dict[Any, list[ModulePath]] = defaultdict(list)
@@ -60,8 +62,14 @@ def reduce_gradients(groups: Mapping[ModulePath, WeightGroup], gradients: Mappin
         layouts = [groups[name].layouts for name in names]
         exchanged = exchange_gradients([gradients[name] for name in names], layouts, wire)
         parts.update(zip(names, exchanged, strict=True))
-    divided = {name: _shards_of_sum(group, parts.pop(name)) for name, group in groups.items() if group.divided}
-    return Reduced(parts, divided)
+    return Reduced(parts, {})
+
+
+def divide_gradients(groups: Mapping[ModulePath, WeightGroup], reduced: Reduced) -> Reduced:
+    """Sums over the optimizer's axes the gradients of the weights whose shards these axes divide."""
+    divided = {name: _shards_of_sum(groups[name], own) for name, own in reduced.parts.items() if groups[name].divided}
+    kept = {name: own for name, own in reduced.parts.items() if name not in divided}
+    return Reduced(kept, {**reduced.shards, **divided})
 
 
 def _shards_of_sum(group: WeightGroup, part: jax.Array) -> Shards:

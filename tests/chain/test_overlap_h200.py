@@ -137,6 +137,21 @@ def test_activations_move_over_tp_in_parts_under_matmuls(tp):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("grad_reduce", ["bf16", "float32"])
+def test_in_a_loop_over_dp_each_gather_and_both_sums_of_a_layer_run_under_compute(grad_reduce):
+    mesh = gtp.make_mesh(dp=2, gtp=4, devices=hlo.topology_devices(hlo.parse_target("h200:8")))
+    options = {**hlo.COMPILE_OPTIONS, **compile_options("gpu", tp=1)}
+    config = LlamaConfig(**{**SIZES, "num_layers": 6}, unroll=1, grad_reduce=grad_reduce)
+    step = lowered_step(config, mesh, batch=8, seq=TOKENS, compiler_options=options).compile()
+    found = hlo.launch_order(step.as_text())
+    looped = [e for e in found.collectives("all-gather", "reduce-scatter") if e.collective.times > 1]
+    wanted = [("forward", "all-gather", "gtp"), ("backward", "all-gather", "gtp")]
+    wanted += [("backward", "reduce-scatter", "gtp"), ("backward", "reduce-scatter", "dp")]
+    assert sorted((e.direction, e.kind, *e.collective.axes) for e in looped) == sorted(wanted)
+    assert not {e.name for e in found.exposed()} & {e.name for e in looped}
+
+
+@pytest.mark.slow
 def test_without_prefetch_gathers_are_exposed():
     bare, _ = exposed(1, prefetch=False)
     assert len([e for e in bare if e.kind == "all-gather"]) >= LAYERS

@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from gtp_jax.chain import Barrier, Compute, Fetch, Gather, Loop, Offload, Reduce, Schedule, plan, run
+from gtp_jax.chain import Barrier, Compute, Divide, Fetch, Gather, Loop, Offload, Reduce, Schedule, plan, run
 
 from .stages import AXIS, FEATURES, arrays, shared_inputs, stage
 
@@ -79,25 +79,37 @@ def test_every_layer_is_gathered_before_it_is_computed_and_reduced_once(lengths,
 
 @pytest.mark.parametrize("schedule", [one for one in SCHEDULES if one.prefetch], ids=str)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-def test_each_gather_and_reduction_runs_under_the_neighbouring_layer(lengths, schedule):
-    found, order = plan(lengths, schedule), layers(lengths)
+def test_each_gather_and_sum_runs_under_the_neighbouring_layer_and_in_a_loop_of_single_layers_the_sums_are_of_two(
+    lengths, schedule
+):
+    divides = [length > 1 for length in lengths]
+    found, order = plan(lengths, schedule, divides=divides), layers(lengths)
+    loops = [event for event in found.backward if isinstance(event, Loop)]
+    looped = {(loop.stage, layer) for loop in loops for layer in range(loop.start, loop.stop)}
     for events, reverse in ((found.forward, False), (found.backward, True)):
         sequence = order[::-1] if reverse else order
-        group = []
+        divided, reduced, group = [], [], []
         for event in itertools.chain(written_out(events, reverse), [Barrier()]):
             if not isinstance(event, Barrier):
                 group.append(event)
                 continue
-            computed = [place for kind, place, _ in group if kind is Compute]
-            if computed:
-                (here,) = computed
+            by_kind = {kind: [place for one, place, _ in group if one is kind] for kind, _, _ in group}
+            reduced += by_kind.pop(Reduce, [])
+            own = by_kind.pop(Divide, [])
+            divided += own
+            assert divided == [place for place in reduced if divides[place[0]]][: len(divided)]
+            if Compute in by_kind:
+                (here,) = by_kind.pop(Compute)
                 at = sequence.index(here)
-                ahead = {place for kind, place, _ in group if kind is Gather} - {here}
-                behind = {place for kind, place, _ in group if kind is Reduce}
-                assert ahead <= set(sequence[at + 1 : at + 2])
-                assert behind <= set(sequence[at - 1 : at] if at else [])
+                assert set(by_kind.pop(Gather, [])) - {here} <= set(sequence[at + 1 : at + 2])
+                assert reduced == (sequence[:at] if reverse else [])
+                if here in looped and reverse:
+                    other = sequence[at - 2 if schedule.unroll == 1 else at - 1]
+                    assert own == ([other] if divides[here[0]] else [])
+            assert not by_kind
             group = []
-        assert not [kind for kind, _, _ in group if kind is not Reduce]
+        assert reduced == (sequence if reverse else [])
+        assert divided == [place for place in reduced if divides[place[0]]]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)

@@ -1,6 +1,7 @@
 """dp shards (ZeRO): masters and optimizer state are divided over dp too, and nothing but bytes and memory changes."""
 
 import contextlib
+import dataclasses
 import functools
 import math
 
@@ -29,6 +30,7 @@ SIZES = dict(
     vocab_size=1000, hidden_size=96, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=24, intermediate_size=192
 )
 CONFIG = LlamaConfig(**SIZES, dtype="float64", tie_embeddings=True)
+LOOPED = dataclasses.replace(CONFIG, num_layers=5, unroll=1)  # two iterations, each of which ends the sum of another's
 REPLICAS = gtp.mesh.Roles(optimizer=())
 STEPS, MICROBATCHES = 3, 4
 
@@ -64,11 +66,11 @@ def begin(optimizer, config=CONFIG):
     return gtp.TrainState.create(placed(lambda rngs: Llama(config, rngs=rngs), 3), optimizer)
 
 
-def train(degrees, optimizer, roles=None, rows=32, **options):
+def train(degrees, optimizer, roles=None, rows=32, config=CONFIG, **options):
     """First gradient, as the optimizer is given it, and its norm from before; losses, and parameters at the end."""
     with place(degrees, roles):
         optimizer = keeps_gradient(optimizer)
-        state = begin(optimizer)
+        state = begin(optimizer, config)
         step = gtp.train_step(next_token_loss, optimizer, **options)
         losses, gradient = [], None
         for batch in batches(rows):
@@ -79,10 +81,10 @@ def train(degrees, optimizer, roles=None, rows=32, **options):
 
 
 @functools.cache
-def stock():
+def stock(config=CONFIG):
     """What stock Flax makes of the same parameters and batches, with clipping."""
-    start = host(begin(optax.adamw(1e-2)).params)
-    return Oracle(CONFIG).train(start, list(batches()), optax.adamw(1e-2), 0.5)
+    start = host(begin(optax.adamw(1e-2), config).params)
+    return Oracle(config).train(start, list(batches()), optax.adamw(1e-2), 0.5)
 
 
 RUNS = {
@@ -93,8 +95,10 @@ RUNS = {
     "plane, last": (PLANE, None, "last"),
     "plane, each, in global view": (PLANE, None, "each"),
     "cube, each, in global view": (CUBE, None, "each"),
+    "cube, each, looped": (CUBE, None, "each"),
+    "cube, each, looped, in global view": (CUBE, None, "each"),
 }
-USUAL = ("cube, last",)  # tests/parity has the other, with a model that is not tied
+USUAL = ("cube, last", "cube, each, looped")  # tests/parity has the other, with a model that is not tied
 
 
 @pytest.mark.parametrize("name", [n if n in USUAL else pytest.param(n, marks=pytest.mark.slow) for n in RUNS])
@@ -103,8 +107,9 @@ def test_losses_gradients_and_steps_are_those_of_stock_flax(name, x64):
     degrees, roles, when = RUNS[name]
     view = "global" if "global" in name else "local"
     options = {"microbatches": MICROBATCHES, "reduce_over_dp": when, "max_grad_norm": 0.5, "view": view}
-    gradient, losses, end = train(degrees, optax.adamw(1e-2), roles, **options)
-    wanted, wanted_losses, wanted_end = stock()
+    config = LOOPED if "looped" in name else CONFIG
+    gradient, losses, end = train(degrees, optax.adamw(1e-2), roles, config=config, **options)
+    wanted, wanted_losses, wanted_end = stock(config)
     assert_close(gradient, wanted, 1e-12, "gradient of ")
     assert_close(losses, wanted_losses, 1e-12, "loss of step ")
     assert_close(end, wanted_end, 3e-11, "after 3 steps ")  # Adam amplifies rounding where a gradient is near zero
