@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from .._mixing import mixed
 from ..mesh import of_all_processes, on_device
 from ._logical import LogicalArray
 
@@ -155,15 +156,15 @@ def _sums(array: jax.Array, begins: Sequence[Any], shape: tuple[int, ...] | None
     for dim, begin in enumerate((*begins, *(0,) * (words.ndim - len(begins)))):
         constant = jnp.uint32(_DIMS[dim % len(_DIMS)] + 2 * (dim // len(_DIMS)))
         place += (lax.broadcasted_iota(jnp.uint32, words.shape, dim) + jnp.asarray(begin, jnp.uint32)) * constant
-    mixed = [_mix(words * jnp.uint32(lane) ^ place) for lane in _LANES]
+    hashes = [mixed(words * jnp.uint32(lane) ^ place) for lane in _LANES]
     if shape is not None:
         within = jnp.ones((), jnp.bool_)
         for dim, (begin, size) in enumerate(zip(begins, shape, strict=True)):
             within &= lax.broadcasted_iota(jnp.int32, words.shape, dim) + begin < size
-        mixed = [jnp.where(within, lane, 0) for lane in mixed]
+        hashes = [jnp.where(within, one, 0) for one in hashes]
     # One reduction for both sums: with two, XLA would make a pass for each, five times as slow on CPU.
     zeros = [jnp.uint32(0) for _ in _LANES]
-    return jnp.stack(lax.reduce(mixed, zeros, _added, tuple(range(words.ndim))))
+    return jnp.stack(lax.reduce(hashes, zeros, _added, tuple(range(words.ndim))))
 
 
 def _added(left: list[jax.Array], right: list[jax.Array]) -> list[jax.Array]:
@@ -182,10 +183,3 @@ def _words(array: jax.Array) -> jax.Array:
     if bits == 64:
         return lax.bitcast_convert_type(array, jnp.uint32)
     return lax.bitcast_convert_type(array, f"uint{bits}").astype(jnp.uint32)
-
-
-def _mix(x: jax.Array) -> jax.Array:
-    """Returns MurmurHash3's finalizer (Appleby, public domain): bijective on 32 bits."""
-    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
-    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
-    return x ^ (x >> 16)
