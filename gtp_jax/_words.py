@@ -20,6 +20,10 @@ REMAT: tuple[Remat, ...] = get_args(Remat)
 Offloaded = Literal["optimizer", "masters"]
 OFFLOADED: tuple[Offloaded, ...] = get_args(Offloaded)
 
+# The number format in which an optimizer's moments are stored, if it is not float32.
+Moments = Literal["bfloat16", "float8"]
+MOMENTS: tuple[Moments, ...] = get_args(Moments)
+
 # The last layers that keep their gathered weights for backward.
 KeepGathered = int | Literal["all", "auto"]
 

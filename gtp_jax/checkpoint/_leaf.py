@@ -13,7 +13,7 @@ import tensorstore as ts
 from .._foreign import brief
 from .._random_keys import as_key, is_key, key_impl, key_words
 from ..formats import QuantizedArray
-from ..layout import cut_shape, is_padded, layouts_of_codes, padded_shape
+from ..layout import cut_shape, is_padded, layouts_of_codes, padded_shape, row_blocks_layout
 from ..mesh import Path, of_parameter, with_paths
 from ._logical import LogicalArray
 
@@ -170,10 +170,10 @@ def _leaf(path: Path, array: Any, layout: Any) -> Leaf:
 
 
 def _logical(shape: tuple[int, ...], layout: Any) -> tuple[int, ...] | None:
-    """Returns the logical shape of an array of this shape if it is padded as a layout says; otherwise `None`."""
-    if layout is None or not is_padded(layout) or padded_shape(shape, layout) != shape:
-        return None
-    return cut_shape(shape, layout)
+    """Returns the logical shape of an array of this shape if it is padded as a layout says, or has one element per
+    block of an array that is; otherwise `None`."""
+    own = [] if layout is None else [one for one in (layout, row_blocks_layout(layout)) if is_padded(one)]
+    return next((cut_shape(shape, one) for one in own if padded_shape(shape, one) == shape), None)
 
 
 def _above(name: str) -> Iterator[str]:

@@ -34,6 +34,10 @@ from ._place import place as place
 from ._place import placed as placed
 from ._placement import Placement as Placement
 from ._placement import shards_of as shards_of
+from ._row_blocks import ROW_BLOCK as ROW_BLOCK
+from ._row_blocks import row_blocks_layout as row_blocks_layout
+from ._row_blocks import row_blocks_shape as row_blocks_shape
+from ._row_blocks import row_blocks_spec as row_blocks_spec
 from ._split import Split as Split
 from ._storage import UNDIVIDED as UNDIVIDED
 from ._storage import UNPADDED as UNPADDED

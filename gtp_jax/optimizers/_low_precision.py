@@ -1,14 +1,20 @@
-"""Keeps the moments of an optimizer in bfloat16."""
+"""Keeps the moments of an optimizer in bfloat16 or FP8."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from flax.traverse_util import unflatten_dict
 
-from ..mesh import of_parameter, with_paths
+from .._words import MOMENTS, Moments
+from ..mesh import Path, with_paths
+from ..train import is_examined
+from ._codes import Codes, Kind, decoded, encoded
+from ._moments import coded_moments, moments_of
 from ._rounding import rounded, step_key
 
 Tree = Any
@@ -19,39 +25,76 @@ class LowPrecisionState(NamedTuple):
 
     Attributes:
         step: the number of updates made, int32.
-        inner_state: the state of the wrapped optimizer, with moments in bfloat16.
+        inner_state: the state of the wrapped optimizer, with moments in bfloat16, or as FP8 codes.
+        scales: for each moment that is codes, the binary logarithm of the scale of each 16 elements along the last
+            dimension, int8: a nested dict by the keys of the moment's path in `inner_state`. Empty for bfloat16.
     """
 
     step: jax.Array
     inner_state: Any
+    scales: Any
 
 
 def low_precision(
-    optimizer: optax.GradientTransformation, *, moments: str = "bfloat16", seed: int = 0
+    optimizer: optax.GradientTransformation, *, moments: Moments = "bfloat16", seed: int = 0
 ) -> optax.GradientTransformationExtraArgs:
-    """Wraps an optimizer, so that its moments take half the memory.
+    """Wraps an optimizer, so that its moments take a half or a quarter of the memory.
 
     Moments are the float32 arrays of the optimizer's state that belong to a parameter and have its shape. They are
     converted to float32 before an update, and rounded stochastically after it. Rounding to nearest would stop a second
     moment: with `b2=0.999` a step changes it by up to 0.1 %, and neighboring bfloat16 numbers differ by 0.4 % or more.
 
+    In FP8, a moment is e4m3 codes and a scale for each 16 elements: 1.06 bytes. Of a mean of squares, the square root
+    is stored, so that none that is positive becomes 0, and updates stay bounded. Inf becomes NaN. Arrays of one
+    dimension, or of fewer than 4096 elements (all layers of a `Stack` together), stay in float32. Encoding has no
+    collective if shards are whole multiples of 16 in the last dimension; otherwise ranks exchange the scales.
+
     Args:
-        optimizer: any optax optimizer.
-        moments: the dtype of stored moments; only "bfloat16".
+        optimizer: any optax optimizer. For FP8, one whose state is known: Adam, AdamW, AMSGrad, AdaBelief, Yogi, Lion,
+            RMSProp, SGD and Muon, also in chains, with masks and labels, schedules and `per_layer`.
+        moments: the format of stored moments, "bfloat16" or "float8".
         seed: the seed of stochastic rounding.
 
     Raises:
-        ValueError: if `moments` is not "bfloat16"; or, by `update`, if it is called without the parameters.
+        ValueError: if `moments` is another word; by `init`, if it is "float8" and a float32 array of a parameter's
+            shape is not known to be a moment; or, by `update`, if it is called without the parameters, or with a state
+            for other `moments`.
         TypeError: by `init`, if a moment is a float of another dtype.
     """
-    if moments != "bfloat16":
-        raise ValueError(f'`moments` is {moments!r}; it must be "bfloat16".')
+    if moments not in MOMENTS:
+        raise ValueError(f"`moments` is {moments!r}; it must be one of {', '.join(map(repr, MOMENTS))}.")
     inner = optax.with_extra_args_support(optimizer)
 
+    def encode(state: Tree, params: Tree, count: jax.Array) -> LowPrecisionState:
+        key = step_key(seed, count)
+        if moments == "bfloat16":
+            found = moments_of(state, params)
+            leaves = [rounded(leaf, key, path) if path in found else leaf for path, leaf in with_paths(state)]
+            return LowPrecisionState(count, jax.tree.unflatten(jax.tree.structure(state), leaves), {})
+        kinds = _kinds(state, params)
+        found = {path: encoded(leaf, kinds[path], key, path) for path, leaf in with_paths(state) if path in kinds}
+        leaves = [found[path].codes if path in found else leaf for path, leaf in with_paths(state)]
+        scales = unflatten_dict({path: one.scales for path, one in found.items()})
+        return LowPrecisionState(count, jax.tree.unflatten(jax.tree.structure(state), leaves), scales)
+
+    def decode(state: LowPrecisionState, params: Tree) -> Tree:
+        shapes = jax.eval_shape(inner.init, params)
+        kinds = {} if moments == "bfloat16" else _kinds(shapes, params)
+        scales = dict(with_paths(state.scales))
+        if scales.keys() != kinds.keys():
+            raise ValueError(
+                f"`moments` is {moments!r}, but `state` holds moments in another format. Pass the state that `init` of "
+                "this optimizer made."
+            )
+        pairs = zip(with_paths(state.inner_state), jax.tree.leaves(shapes), strict=True)
+        leaves = [
+            decoded(Codes(leaf, scales[path]), kinds[path]) if path in kinds else leaf.astype(shape.dtype)
+            for (path, leaf), shape in pairs
+        ]
+        return jax.tree.unflatten(jax.tree.structure(state.inner_state), leaves)
+
     def init(params: Tree) -> Any:
-        state = inner.init(params)
-        count = jnp.zeros((), jnp.int32)
-        return LowPrecisionState(count, _encoded(state, params, step_key(seed, count)))
+        return encode(inner.init(params), params, jnp.zeros((), jnp.int32))
 
     def update(updates: Tree, state: Any, params: Tree = None, **extra: Any) -> tuple[Tree, Any]:
         if params is None:
@@ -59,26 +102,14 @@ def low_precision(
                 "`low_precision` needs the parameters to find the moments, but `params` is None. Call "
                 "`update(gradients, state, params)`."
             )
-        shapes = jax.eval_shape(inner.init, params)
-        own = jax.tree.map(lambda leaf, shape: leaf.astype(shape.dtype), state.inner_state, shapes)
-        updates, own = inner.update(updates, own, params, **extra)
+        updates, own = inner.update(updates, decode(state, params), params, **extra)
         count: Any = optax.safe_increment(state.step)
-        return updates, LowPrecisionState(count, _encoded(own, params, step_key(seed, count)))
+        return updates, encode(own, params, count)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _encoded(state: Tree, params: Tree, key: jax.Array) -> Tree:
-    parameters = {path: param.shape for path, param in with_paths(params)}
-    leaves = []
-    for path, leaf in with_paths(state):
-        if of_parameter(path, parameters) == leaf.shape and jnp.issubdtype(leaf.dtype, jnp.floating):
-            if leaf.dtype != jnp.float32:
-                raise TypeError(
-                    f"the optimizer's state at {'.'.join(path)!r} is {leaf.dtype}; `low_precision` rounds only float32 "
-                    "moments. Use float32 parameters and no `mu_dtype`, or, for bfloat16 parameters, "
-                    "`stochastic_rounding(low_precision(optimizer))`."
-                )
-            leaf = rounded(leaf, key, path)
-        leaves.append(leaf)
-    return jax.tree.unflatten(jax.tree.structure(state), leaves)
+def _kinds(state: Tree, params: Tree) -> Mapping[Path, Kind]:
+    """Returns the moments that become codes; none while an update is only examined, because encoding is not elementwise
+    but never mixes layers."""
+    return {} if is_examined() else coded_moments(state, params)

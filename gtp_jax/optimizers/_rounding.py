@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import zlib
+from typing import Any
 
 import jax
 import jax.extend.random
 import jax.numpy as jnp
 from jax import lax
 
+from .._mixing import mixed
 from ..mesh import Path
 
 _INFINITY = 0x7F800000  # the bits of infinity in float32, also the mask of the exponent
@@ -31,12 +33,16 @@ def rounded(value: jax.Array, key: jax.Array, path: Path) -> jax.Array:
         key: the key of the step, from `step_key`.
         path: the path of the array, so that no two arrays use the same random bits.
     """
-    key = jax.random.fold_in(key, zlib.crc32(".".join(path).encode()))
     words = lax.bitcast_convert_type(value, jnp.uint32)
-    up = words + jax.random.bits(key, value.shape, jnp.uint16).astype(jnp.uint32)
+    up = words + random_bits(key, path, value.shape, jnp.uint16).astype(jnp.uint32)
     words = jnp.where((up & _INFINITY) == _INFINITY, words, up)  # Inf, and what would become Inf
     near = lax.bitcast_convert_type((words >> 16).astype(jnp.uint16), jnp.bfloat16)
     return jnp.where(jnp.isnan(value), jnp.bfloat16(jnp.nan), near)
+
+
+def random_bits(key: jax.Array, path: Path, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Returns random words for each element of the array at a path, uint16 or uint32; see `rounded`."""
+    return jax.random.bits(jax.random.fold_in(key, zlib.crc32(".".join(path).encode())), shape, dtype)
 
 
 # [Note: random bits of an update] A hash of an element's index takes 11 operations per element by XLA's count;
@@ -45,20 +51,13 @@ def rounded(value: jax.Array, key: jax.Array, path: Path) -> jax.Array:
 # the jaxpr of an optimizer, such as `per_layer`, thus knows that they are random.
 
 
-def _mixed(words: jax.Array) -> jax.Array:
-    """Returns a hash of each word: the finalizer of MurmurHash3."""
-    words = (words ^ (words >> 16)) * jnp.uint32(0x85EBCA6B)
-    words = (words ^ (words >> 13)) * jnp.uint32(0xC2B2AE35)
-    return words ^ (words >> 16)
-
-
 def _seeded(seed: jax.Array) -> jax.Array:
     return jax.random.key_data(jax.random.key(seed, impl="threefry2x32"))
 
 
 def _folded(key: jax.Array, number: jax.Array | int) -> jax.Array:
     word = jnp.asarray(number).astype(jnp.uint32)
-    return _mixed(key ^ jnp.stack([word, ~word]))  # of both words at once, which compiles faster
+    return mixed(key ^ jnp.stack([word, ~word]))  # of both words at once, which compiles faster
 
 
 def _split(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -74,7 +73,7 @@ def _bits(key: jax.Array, width: int, shape: tuple[int, ...]) -> jax.Array:
     if shape:
         column = lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 1)
     assert math.prod(shape[:-1]) < 2**32, shape
-    words = _mixed(_mixed(row ^ key[0]) + key[1] + column)
+    words = mixed(mixed(row ^ key[0]) + key[1] + column)
     return jnp.broadcast_to(words >> (32 - width), shape).astype(jnp.dtype(f"uint{width}"))
 
 

@@ -28,6 +28,7 @@ from ._options import Option as Option
 from ._options import accepts as accepts
 from ._options import compile_options as compile_options
 from ._own_step import BringsStep as BringsStep
+from ._per_layer import is_examined as is_examined
 from ._per_layer import per_layer as per_layer
 from ._request import Request as Request
 from ._request import View as View

@@ -16,7 +16,16 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
-from ..layout import AnyLayout, cut, cut_shape, pad, padded_shape
+from ..layout import (
+    AnyLayout,
+    cut,
+    cut_shape,
+    pad,
+    padded_shape,
+    row_blocks_layout,
+    row_blocks_shape,
+    row_blocks_spec,
+)
 from ..mesh import Path, of_parameter, with_paths
 from ..nn import ModelDef
 
@@ -41,14 +50,20 @@ class Padded:
     stored: Shape
     spec: PartitionSpec
 
+    @property
+    def blocks(self) -> Padded:
+        """An array with one element per block of this one."""
+        shapes = row_blocks_shape(self.shape), row_blocks_shape(self.stored)
+        return Padded(row_blocks_layout(self.layout), *shapes, row_blocks_spec(self.stored, self.spec))
+
 
 @dataclasses.dataclass(frozen=True)
 class Paddings:
     """Converts trees between stored and logical arrays.
 
     The methods take the parameters or the frozen weights, and trees with arrays that belong to parameters, such as an
-    optimizer's state (see `of_parameter`). They change only arrays that belong to one of `known` and whose last
-    dimensions have its shape.
+    optimizer's state (see `of_parameter`). They change only arrays that belong to one of `known`, and whose last
+    dimensions have its shape, or one element per block of it (`layout.ROW_BLOCK`).
 
     Attributes:
         known: the padded parameters or frozen weights, with their paths.
@@ -105,6 +120,8 @@ class Paddings:
 
         def one(path: Path, leaf: Any) -> Any:
             owner = of_parameter(path, known)
+            if owner is not None and leaf.shape[leaf.ndim - len(owner.shape) :] != before(owner):
+                owner = owner.blocks
             if owner is None or leaf.shape[leaf.ndim - len(owner.shape) :] != before(owner):
                 return leaf
             spec = PartitionSpec(*(None,) * (leaf.ndim - len(owner.shape)), *owner.spec)

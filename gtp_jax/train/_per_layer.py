@@ -96,7 +96,7 @@ def per_layer(
             return _mapped(one, (params,), like, counts)[1]
 
     def update(updates: Tree, state: Tree, params: Tree = None, **extra: Any) -> tuple[Tree, Tree]:
-        counts, examined = _counts(updates, own), _is_examined()
+        counts, examined = _counts(updates, own), is_examined()
         extra = {name: value for name, value in extra.items() if not callable(value)}  # drops `value_fn`
         given = (updates, state, params, extra)
 
@@ -184,7 +184,8 @@ def _counts_within(tree: Tree, counts: Mapping[Path, int]) -> list[int]:
     return [of_parameter(path, counts) or 0 for path, _ in with_paths(tree)]
 
 
-def _is_examined() -> bool:
+def is_examined() -> bool:
+    """Returns whether an update is traced only to see which of its operations treat stacked layers as one tensor."""
     scope = _scope.get()
     return scope is not None and scope.examined
 

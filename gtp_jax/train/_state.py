@@ -16,6 +16,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._words import Offloaded
+from ..layout import row_blocks_shape, row_blocks_spec
 from ..mesh import (
     Path,
     check_mesh_in_scope,
@@ -168,9 +169,9 @@ def state_specs(
 ) -> TrainState:
     """Returns the partition of every array of a state, as a `TrainState` with `PartitionSpec` leaves.
 
-    Optimizer state that belongs to a parameter and has its shape is sharded like the parameter. If the state stacks
-    several arrays of that shape along leading dimensions, as the history of L-BFGS does, the leading dimensions are not
-    sharded. All other optimizer state is replicated.
+    Optimizer state that belongs to a parameter and has its shape, or one element per block of it (`layout.ROW_BLOCK`),
+    is sharded like the parameter. If the state stacks several arrays of that shape along leading dimensions, as the
+    history of L-BFGS does, the leading dimensions are not sharded. All other optimizer state is replicated.
     """
     shapes = jax.eval_shape(of_model(optimizer, model_def).init, params)
     specs = with_paths(model_def.specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
@@ -178,9 +179,14 @@ def state_specs(
 
     def spec_of(path: Path, leaf: Any) -> PartitionSpec:
         owner = of_parameter(path, parameters)
-        if owner is None or leaf.shape[leaf.ndim - len(owner[0]) :] != owner[0]:
+        if owner is None:
             return PartitionSpec()
-        return PartitionSpec(*(None,) * (leaf.ndim - len(owner[0])), *owner[1])
+        shape, spec = owner
+        if leaf.shape[leaf.ndim - len(shape) :] == row_blocks_shape(shape) != shape:
+            shape, spec = row_blocks_shape(shape), row_blocks_spec(shape, spec)
+        if leaf.shape[leaf.ndim - len(shape) :] != shape:
+            return PartitionSpec()
+        return PartitionSpec(*(None,) * (leaf.ndim - len(shape)), *spec)
 
     leaf_specs = [spec_of(path, leaf) for path, leaf in with_paths(shapes)]
     opt_specs = jax.tree.unflatten(jax.tree.structure(shapes), leaf_specs)

@@ -1,4 +1,4 @@
-"""Moments in bfloat16, and bfloat16 parameters without float32 masters."""
+"""Moments in bfloat16 and FP8, and bfloat16 parameters without float32 masters."""
 
 import contextlib
 import warnings
@@ -10,32 +10,38 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
+from messages import naming
 from padded_states import padding_of
 
 import gtp_jax as gtp
 from gtp_jax import hlo
+from gtp_jax._words import MOST
 from gtp_jax.checkpoint import Checkpoints
+from gtp_jax.layout import row_blocks_spec
 from gtp_jax.nn import abstract_model
 from gtp_jax.optimizers import low_precision, stochastic_rounding
+from gtp_jax.optimizers._codes import Kind, decoded, encoded
 from gtp_jax.optimizers._rounding import rounded, step_key
 from gtp_jax.train import per_layer
 
-ADAM = optax.adamw(3e-2)
+ADAM = optax.adamw(1.2e-2)
 LOW = low_precision(ADAM)
+EIGHT = low_precision(ADAM, moments="float8")
 BOTH = stochastic_rounding(LOW)
+ALL = [(LOW, "float32"), (BOTH, "bfloat16"), (EIGHT, "float32")]
 TOKENS = np.random.default_rng(0).integers(0, 34, (8, 9)).astype(np.int32)
 BATCH = {"tokens": TOKENS[:, :-1], "targets": TOKENS[:, 1:], "weights": np.ones((8, 8), np.float32)}
 STEPS = 10
 
 
 class Model(nnx.Module):
-    """A table of 34 rows, a stack with 26 features, and a head. 4 divides none of these dimensions."""
+    """A table of 90 rows, a stack with 54 features, and a head. 4 divides none of these dimensions."""
 
     def __init__(self, rngs, dtype="float32"):
         options = dict(param_dtype=dtype, rngs=rngs)
-        self.embed = gtp.Embed(34, 26, **options)
-        self.blocks = gtp.Stack(lambda rngs: gtp.Dense(26, 26, param_dtype=dtype, rngs=rngs), 2, rngs=rngs)
-        self.head = gtp.Dense(26, 34, use_bias=True, **options)
+        self.embed = gtp.Embed(90, 54, **options)
+        self.blocks = gtp.Stack(lambda rngs: gtp.Dense(54, 54, param_dtype=dtype, rngs=rngs), 2, rngs=rngs)
+        self.head = gtp.Dense(54, 90, use_bias=True, **options)
 
     def __call__(self, tokens):
         return self.head(jnp.tanh(self.blocks(self.embed(tokens))))
@@ -77,7 +83,7 @@ def float32_losses():
     return losses
 
 
-@pytest.mark.parametrize("optimizer, dtype", [(LOW, "float32"), (BOTH, "bfloat16")])
+@pytest.mark.parametrize("optimizer, dtype", ALL)
 def test_losses_follow_float32_and_a_resumed_run_equals_one_never_stopped(optimizer, dtype, float32_losses, tmp_path):
     half, checkpoints = STEPS // 2, Checkpoints(tmp_path)
     with on(dp=2, gtp=4):
@@ -98,9 +104,11 @@ def test_losses_follow_float32_and_a_resumed_run_equals_one_never_stopped(optimi
         moments = (inner.inner_state if dtype == "bfloat16" else inner)[0]
         for param, *own in zip(*map(jax.tree.leaves, (state.params, moments.mu, moments.nu)), strict=True):
             assert param.dtype == dtype
+            stored = jnp.bfloat16 if optimizer is not EIGHT else "float8_e4m3fn" if param.ndim > 1 else "float32"
             for moment in own:
-                assert moment.dtype == jnp.bfloat16 and moment.sharding == param.sharding
-                assert 2 * moment.addressable_shards[0].data.size == moment.addressable_shards[0].data.nbytes
+                assert moment.dtype == stored and moment.sharding == param.sharding
+                local = moment.addressable_shards[0].data
+                assert local.nbytes == local.size * jnp.dtype(stored).itemsize
         resumed = checkpoints.restore(begin(optimizer, dtype))[0]
         same(run(step, resumed, half)[0], state)
     with on(gtp=8):
@@ -108,19 +116,32 @@ def test_losses_follow_float32_and_a_resumed_run_equals_one_never_stopped(optimi
         same(checkpoints.restore(other)[0].logical(), logical)
 
 
-@pytest.mark.parametrize("optimizer, dtype", [(LOW, "float32"), (BOTH, "bfloat16")])
+@pytest.mark.parametrize("optimizer, dtype", ALL)
 def test_an_update_of_shards_has_no_collective_and_the_same_bits_as_on_one_device(optimizer, dtype):
-    params = {"w": np.linspace(-1, 1, 64 * 8).reshape(64, 8).astype(dtype)}
-    init, update = jax.jit(optimizer.init), jax.jit(lambda p, s: optimizer.update(p, s, p))
-    state = init(params)
-    wanted = update(params, state)
-    mesh = gtp.make_mesh(gtp=8)
-    with jax.set_mesh(mesh):
-        rows = NamedSharding(mesh, PartitionSpec("gtp"))
-        own = jax.tree.map(lambda a: jax.device_put(a, rows) if a.ndim else a, (params, state))
-        compiled = update.lower(*own).compile()
-        assert not hlo.collectives(compiled.as_text())
-        same(compiled(*own), wanted)
+    def over(columns, spec, **degrees):
+        params = {"w": np.linspace(-1, 1, 64 * columns).reshape(64, columns).astype(dtype)}
+        init, update = jax.jit(optimizer.init), jax.jit(lambda p, s: optimizer.update(p, s, p))
+        state = init(params)
+        wanted = update(params, state)
+        mesh = gtp.make_mesh(**degrees)
+        with jax.set_mesh(mesh):
+
+            def put(a):
+                of_blocks = row_blocks_spec(params["w"].shape, spec)
+                own = PartitionSpec() if a.ndim == 0 else spec if a.shape == params["w"].shape else of_blocks
+                return jax.device_put(a, NamedSharding(mesh, own))
+
+            own = jax.tree.map(put, (params, state))
+            compiled = update.lower(*own).compile()
+            same(compiled(*own), wanted)
+            return hlo.collectives(compiled.as_text())
+
+    assert not over(64, PartitionSpec("gtp"), gtp=8)
+    if optimizer is EIGHT:
+        assert not over(64, PartitionSpec("tp", "gtp"), tp=2, gtp=4)
+        # 8 columns per shard: two ranks share a block, and exchange its largest number
+        exchanged = over(64, PartitionSpec(None, "gtp"), gtp=8)
+        assert exchanged and max(shape.bytes for one in exchanged for shape in one.results) <= 4 * 64 * 64 // 16
 
 
 def bits(array):
@@ -186,14 +207,82 @@ def test_moments_of_every_kind_are_bfloat16_neighbors():
     assert abs(up - 1) < 0.02
 
 
-def test_per_layer_works_inside_and_is_refused_outside():
+E4M3 = np.arange(0x7F, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float64)  # the numbers of at least 0
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_moments_in_fp8_are_neighbors_right_on_average_and_never_lose_a_square(kind):
+    """Rows of 37 have a short last block. Elements of a block differ by up to 2**120."""
+    rng, squares, least = np.random.default_rng(0), kind is Kind.SQUARES, float(np.finfo(np.float32).tiny)
+    size = np.exp2(rng.uniform(-60, 60, (2048, 1)) + rng.choice([0, -3, -10, -60], (2048, 37)) * rng.random((2048, 37)))
+    given = (size * (1 if squares else rng.choice([-1, 1], size.shape))).astype(np.float32)
+    given[0, :3], given[1, :3], given[2, :16] = [np.inf, np.nan, 1], [MOST, -MOST, least], 0
+    given[3, :16], given[4, :16] = least, [1.75 * 2.0**8] + [0] * 15
+
+    @jax.jit
+    def rounded_by(step):
+        codes = encoded(jnp.asarray(given), kind, step_key(0, step), ("a",))
+        return codes, decoded(codes, kind)
+
+    codes, found = rounded_by(0)
+    assert codes.codes.dtype == jnp.float8_e4m3fn and codes.codes.shape == given.shape
+    assert codes.scales.dtype == jnp.int8 and codes.scales.shape == (2048, 3)
+    found, finite = np.asarray(found, np.float64), np.isfinite(given)
+    np.testing.assert_array_equal(np.isfinite(found), finite)
+    exact = np.where(finite, np.abs(given.astype(np.float64)), 0)
+    blocks = np.pad(np.sqrt(exact) if squares else exact, [(0, 0), (0, 48 - 37)]).reshape(2048, 3, 16).max(-1)
+    scale = np.exp2(np.maximum(np.ceil(np.log2(np.maximum(blocks, 1e-300) / 448)), -126))
+    np.testing.assert_array_equal(np.exp2(np.asarray(codes.scales, np.float64)), scale)
+    grid = np.repeat(scale, 16, axis=1)[:, :37, None] * E4M3
+    grid = np.minimum(grid**2 if squares else grid, MOST)
+    above = np.argmax(grid >= exact[..., None] * (1 - 1e-7), axis=-1)
+    high = np.take_along_axis(grid, above[..., None], -1)[..., 0]
+    low = np.take_along_axis(grid, np.maximum(above - 1, 0)[..., None], -1)[..., 0]
+    low = np.where(squares & (above == 1), high, low)  # squares are rounded up to the least code
+    on = np.abs(high - exact) <= 1e-6 * exact
+    own = np.abs(found)
+    assert ((own == high) | (own == low) & ~on)[finite].all()
+    assert (np.sign(found) == np.sign(given))[finite & (found != 0)].all()
+    assert (found == 0)[given == 0].all()
+    if squares:
+        assert (own > 0)[exact > 0].all() and (own >= exact / 4)[finite].all()
+        assert (np.sqrt(own) >= 2.0**-18 * np.repeat(blocks, 16, axis=1)[:, :37])[finite & (exact > 0)].all()
+
+    chosen = finite & ~on & (low < high) & (exact > 0)
+    share = ((exact - low) / np.where(high > low, high - low, 1))[chosen]
+    draws = np.stack([np.abs(np.asarray(rounded_by(step)[1], np.float64)) == high for step in range(1, 9)])[:, chosen]
+    assert abs(draws.mean() - share.mean()) < 5e-3
+    for part in np.array_split(np.argsort(share), 8):
+        assert abs(draws[:, part].mean() - share[part].mean()) < 1e-2
+    again = jax.jit(lambda m: decoded(encoded(m, kind, step_key(1, jnp.int32(0)), ("a",)), kind))
+    np.testing.assert_array_equal(again(found.astype(np.float32)), found.astype(np.float32))
+
+
+def test_updates_from_moments_in_fp8_stay_bounded():
+    """An update of Adam is at most (1 - b1) / sqrt(1 - b2) / sqrt(1 - b1**2 / b2) = 7.3 in exact arithmetic. Gradients
+    of one block differ by up to 2**40, and most are 0."""
+    rng, shape = np.random.default_rng(0), (64, 64)
+    optimizer = low_precision(optax.scale_by_adam(eps=1e-30), moments="float8")
+    params = {"w": jnp.zeros(shape)}
+    update, state = jax.jit(lambda g, s: optimizer.update(g, s, params)), optimizer.init(params)
+    sizes, most = np.exp2(rng.uniform(-20, 20, shape)), 0.0
+    for _ in range(300):
+        grads = sizes * rng.standard_normal(shape) * (rng.random(shape) < 0.05)
+        updates, state = update({"w": grads.astype(np.float32)}, state)
+        assert np.isfinite(updates["w"]).all()
+        most = max(most, float(np.abs(updates["w"]).max()))
+    assert 1 < most < 2 * 7.3, most
+
+
+@pytest.mark.parametrize("moments, size", [("bfloat16", 8), ("float8", 64)])
+def test_per_layer_works_inside_and_is_refused_outside(moments, size):
     def stack(dtype):
         return abstract_model(
-            lambda rngs: gtp.Stack(lambda rngs: gtp.Dense(8, 8, param_dtype=dtype, rngs=rngs), 2, rngs=rngs)
+            lambda rngs: gtp.Stack(lambda rngs: gtp.Dense(size, size, param_dtype=dtype, rngs=rngs), 2, rngs=rngs)
         )
 
     sgd, model = optax.sgd(0.1, momentum=0.9), stack("float32")
-    around, inside = low_precision(sgd), low_precision(per_layer(sgd, model))
+    around, inside = low_precision(sgd, moments=moments), low_precision(per_layer(sgd, model), moments=moments)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # neither treats the layers as one tensor
         like = [gtp.TrainState.create(model, one).params for one in (around, inside)][0]
@@ -205,9 +294,29 @@ def test_per_layer_works_inside_and_is_refused_outside():
     same(*(jax.jit(lambda p, one=one: one.update(p, one.init(p), p))(params) for one in (around, inside)))
 
 
+@pytest.mark.parametrize(
+    "optimizer, path",
+    [
+        (optax.contrib.schedule_free(optax.sgd(1.0), 1.0), "z.w"),  # weights
+        (optax.rmsprop(1.0, centered=True), "0.mu.w"),  # is squared and subtracted from `nu`
+        (optax.MultiSteps(optax.sgd(1.0), 2), "acc_grads.w"),
+    ],
+)
+def test_fp8_is_refused_for_what_is_not_known_to_be_a_moment(optimizer, path):
+    init = low_precision(optimizer, moments="float8").init
+    with pytest.raises(ValueError, match=naming(f"`moments` \"float8\" '{path}'", '`moments="bfloat16"`')):
+        jax.eval_shape(init, {"w": jax.ShapeDtypeStruct((64, 64), "float32")})
+    small = {"w": jax.ShapeDtypeStruct((63, 65), "float32"), "b": jax.ShapeDtypeStruct((5000,), "float32")}
+    assert not jax.tree.leaves(jax.eval_shape(init, small).scales)
+
+
 def test_what_cannot_be_rounded_is_refused():
-    with pytest.raises(ValueError, match="`moments` is 'fp8'"):
+    with pytest.raises(ValueError, match=naming("`moments` 'fp8'", "'bfloat16' 'float8'")):
         low_precision(optax.sgd(1.0), moments="fp8")
+    like = {"w": jax.ShapeDtypeStruct((64, 64), "float32")}
+    for one, other in ((LOW, EIGHT), (EIGHT, LOW)):
+        with pytest.raises(ValueError, match=naming("`moments`", "`state`", "another format")):
+            jax.eval_shape(one.update, like, jax.eval_shape(other.init, like), like)
     for dtype in ("float16", "bfloat16"):
         with pytest.raises(TypeError, match=rf"is {dtype}; `low_precision` rounds only float32"):
             jax.eval_shape(LOW.init, {"w": jax.ShapeDtypeStruct((4,), dtype)})

@@ -16,6 +16,7 @@ from gtp_jax import hlo
 from gtp_jax.checkpoint import Checkpoints
 from gtp_jax.mesh import is_on_host
 from gtp_jax.nn import Dense, abstract_model
+from gtp_jax.optimizers import low_precision
 from gtp_jax.train import compile_options, loss_and_gradients
 
 from ..hlo.programs import needs_target
@@ -148,9 +149,11 @@ def test_an_evaluation_gradients_and_a_diagnosis_read_parameters_on_the_host(tra
         (lambda: optax.MultiSteps(optax.adam(1e-3), 2), "cannot be computed in blocks"),
         (lambda: optax.chain(optax.add_noise(0.1, 0.5, 0), optax.adam(1e-3)), "it is not elementwise"),
         (lambda: optax.chain(optax.adam(1e-3), by_height()), "depends on the shape of its array"),
+        (lambda: low_precision(optax.adam(1e-3)), "it is not elementwise"),
+        (lambda: low_precision(optax.adam(1e-3), moments="float8"), "cannot be computed in blocks"),
         (lambda: optax.GradientTransformation(two_moments, turned), "it changes the structure of its state"),
     ],
-    ids=["lamb", "muon", "multi-steps", "noise", "factor-of-the-shape", "order-of-the-state"],
+    ids=["lamb", "muon", "multi-steps", "noise", "factor-of-the-shape", "bfloat16", "fp8", "order-of-the-state"],
 )
 def test_updates_that_are_not_elementwise_are_refused(make, message):
     optimizer = make()
