@@ -7,13 +7,17 @@ import numpy as np
 import optax.contrib
 import pytest
 from flax import nnx
+from messages import naming
 
 import gtp_jax as gtp
 from gtp_jax.mesh import with_paths
 from gtp_jax.models import Llama, LlamaConfig
+from gtp_jax.nn import abstract_model
 from gtp_jax.runner.cli import main
 from gtp_jax.runner.trainer import TrainConfig
+from gtp_jax.runner.trainer._held import held_of
 from gtp_jax.runner.trainer._optimizer import learning_rate, optimizer_of
+from gtp_jax.runner.trainer._start import check_same_optimizer
 from gtp_jax.train._per_layer import layers_in_scope
 
 from .runs import read_records, small
@@ -40,15 +44,52 @@ def test_a_schedule_warms_up_and_then_falls_to_a_tenth_or_stays(schedule, shares
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("optimizer", ["lion", "adafactor", "muon"])
-def test_a_run_with_an_optimizer_learns_and_goes_on_from_a_checkpoint(optimizer, text, tmp_path):
-    flags = dict(SIZES, optimizer=optimizer, schedule="wsd", eval_every=0)
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        dict(optimizer="lion"),
+        dict(optimizer="adafactor"),
+        dict(optimizer="muon"),
+        dict(optimizer="muon", optimizer_state="float8"),
+        dict(optimizer_state="bfloat16"),
+        dict(optimizer_state="float8", average=0.9),
+    ],
+    ids=lambda chosen: "-".join(map(str, chosen.values())),
+)
+def test_a_run_with_an_optimizer_learns_and_goes_on_from_a_checkpoint(chosen, text, tmp_path):
+    flags = dict(SIZES, **chosen, schedule="wsd", eval_every=0)
     assert main(["train", *small(text, tmp_path / "run", **flags)]) == 0
     first = [record["loss"] for record in read_records(tmp_path / "run") if "loss" in record]
     assert first[-1] < first[0] and len(first) == 8
     assert main(["train", "--resume", "--step=6", f"--out={tmp_path / 'run'}"]) == 0
     again = [record["loss"] for record in read_records(tmp_path / "run") if "loss" in record]
     assert again[-2:] == first[-2:]
+
+
+def test_moments_are_stored_as_the_flag_says_and_counted_in_the_memory_of_a_device():
+    mesh = gtp.make_mesh(gtp=2, devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        model = abstract_model(lambda rngs: Llama(MODEL, rngs=rngs))
+        configs = [TrainConfig(optimizer_state=state) for state in ("float32", "bfloat16", "float8")]
+        states = [gtp.TrainState.create(model, optimizer_of(config, model)) for config in configs]
+    full, half, eighth = (held_of(state, mesh).bytes for state in states)
+    parameters = jax.tree.leaves(states[0].params)
+    local = [np.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in parameters]
+    coded = sum(n for n, leaf in zip(local, parameters, strict=True) if leaf.size >= 4096)
+    count = 4  # the number of updates, from which random bits are drawn
+    assert full - half == 2 * 2 * sum(local) - count and coded > sum(local) / 2
+    assert full - eighth == 2 * (4 - 1 - 1 / 16) * coded - count
+
+
+@pytest.mark.parametrize("state", ["bfloat16", "float8"])
+def test_a_format_of_moments_is_refused_without_moments_and_kept_by_a_resumed_run(state):
+    for optimizer in ("adafactor", "schedule-free"):
+        with pytest.raises(ValueError, match=naming(f"`optimizer_state` '{state}' {optimizer} adamw lion muon")):
+            TrainConfig(optimizer=optimizer, optimizer_state=state)
+    with pytest.raises(ValueError, match=naming(f"{state} float32 --optimizer-state")):
+        check_same_optimizer(TrainConfig(optimizer_state=state), TrainConfig())
+    with pytest.raises(ValueError, match=naming("`optimizer_state` 'fp8' float8")):
+        TrainConfig(optimizer_state="fp8")
 
 
 @pytest.mark.full

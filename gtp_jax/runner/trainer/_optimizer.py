@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from ...mesh import with_paths
 from ...nn import split_model
+from ...optimizers import low_precision
 from ...recipes import EXCLUDED, matches
 from ...train import per_layer
 from ._average import averaged
@@ -70,12 +71,15 @@ def on_this_process(schedule: optax.Schedule, step: int) -> float:
 
 
 def optimizer_of(config: TrainConfig, model: nnx.Module) -> optax.GradientTransformation:
-    """Returns the optimizer that the configuration names, with a weight average if it asks for one.
+    """Returns the optimizer that the configuration names, with moments as it says, and a weight average if it asks for
+    one.
 
     Weight decay applies only to matrices.
     """
     parts = _parts(model, of_others=config.model_ is not None)
     optimizer = _MAKERS[config.optimizer](learning_rate(config), config.weight_decay, parts)
+    if config.optimizer_state != "float32":
+        optimizer = low_precision(optimizer, moments=config.optimizer_state, seed=config.seed)
     return optimizer if config.average is None else averaged(optimizer, config.average, parts.moved)
 
 

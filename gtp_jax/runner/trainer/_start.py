@@ -214,12 +214,16 @@ def check_same_optimizer(before: TrainConfig, config: TrainConfig) -> None:
     """Checks that a resumed run keeps its optimizer, because the checkpoint holds that optimizer's state.
 
     Raises:
-        ValueError: if the optimizer or the use of a weight average differs; the message says how.
+        ValueError: if the optimizer, the format of its state or the use of a weight average differs; the message says
+            how.
     """
     lines, given = [], []
     if before.optimizer != config.optimizer:
         lines.append(f"  its optimizer is {before.optimizer}, not {config.optimizer}")
         given.append("--optimizer")
+    if before.optimizer_state != config.optimizer_state:
+        lines.append(f"  its optimizer_state is {before.optimizer_state}, not {config.optimizer_state}")
+        given.append("--optimizer-state")
     if (before.average is None) != (config.average is None):
         lines.append(
             f"  it averages no weights, but average is {config.average}"

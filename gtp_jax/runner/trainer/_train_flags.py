@@ -7,9 +7,20 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
-from ..._words import CP, DOCUMENTS, PACKINGS, PRESET_NAMES, STREAM, TOKEN_DTYPES, TP, SequenceExchange
+from ..._words import (
+    CP,
+    DOCUMENTS,
+    MOMENTS,
+    PACKINGS,
+    PRESET_NAMES,
+    STREAM,
+    TOKEN_DTYPES,
+    TP,
+    Moments,
+    SequenceExchange,
+)
 from ..flags import (
     AdapterOptions,
     Execution,
@@ -51,6 +62,10 @@ BYTE_TOKENS = "bytes"
 
 # The optimizer that averages weights instead of decaying the learning rate.
 _SCHEDULE_FREE = "schedule-free"
+
+# The optimizers whose state is moments, which need not be stored in float32.
+_WITH_MOMENTS = ("adamw", "lion", "muon")
+_FLOAT32 = "float32"
 
 # The factor of the default learning rate for each optimizer: Lion's updates are signs, which are larger than Adam's.
 _LR_FACTORS = {"adamw": 1.0, "lion": 0.2, "adafactor": 1.0, "muon": 1.0, _SCHEDULE_FREE: 1.0}
@@ -215,6 +230,14 @@ class TrainConfig:
         kind=str,
         choices=tuple(_LR_FACTORS),
     )
+    optimizer_state: Literal["float32"] | Moments = knob(
+        _FLOAT32,
+        "training",
+        "how the moments of adamw, lion and muon are stored: bfloat16 takes half the memory, and float8, in blocks "
+        "with a scale each, a quarter; both are rounded stochastically",
+        kind=str,
+        choices=(_FLOAT32, *MOMENTS),
+    )
     schedule: str | None = knob(
         None,
         "training",
@@ -341,6 +364,12 @@ class TrainConfig:
             raise ValueError(
                 f"`average` is {self.average}, but `optimizer` is schedule-free, which averages weights itself. "
                 "Remove --average, or use another --optimizer."
+            )
+        if self.optimizer_state != _FLOAT32 and self.optimizer not in _WITH_MOMENTS:
+            raise ValueError(
+                f"`optimizer_state` is {self.optimizer_state!r}, but `optimizer` is {self.optimizer}, whose state is "
+                f"not moments: adafactor's is small, and schedule-free's are weights. Use one of "
+                f"{', '.join(_WITH_MOMENTS)}, or remove --optimizer-state."
             )
         if self.weight_decay < 0:
             raise ValueError(f"`weight_decay` is {self.weight_decay}; it must be a number of at least 0.")
