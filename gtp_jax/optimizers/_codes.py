@@ -35,7 +35,7 @@ _LOWEST_SCALE = -126
 
 
 class Kind(enum.Enum):
-    """What a moment is: a mean of gradients, or of their squares."""
+    """A kind of moment: a mean of gradients, or of their squares."""
 
     MEAN = enum.auto()
     SQUARES = enum.auto()

@@ -44,10 +44,12 @@ def low_precision(
     converted to float32 before an update, and rounded stochastically after it. Rounding to nearest would stop a second
     moment: with `b2=0.999` a step changes it by up to 0.1 %, and neighboring bfloat16 numbers differ by 0.4 % or more.
 
-    In FP8, a moment is e4m3 codes and a scale for each 16 elements: 1.06 bytes. Of a mean of squares, the square root
-    is stored, so that none that is positive becomes 0, and updates stay bounded. Inf becomes NaN. Arrays of one
-    dimension, or of fewer than 4096 elements (all layers of a `Stack` together), stay in float32. Encoding has no
-    collective if shards are whole multiples of 16 in the last dimension; otherwise ranks exchange the scales.
+    In FP8, a moment is e4m3 codes and a scale for each 16 elements: 1.06 bytes. A mean of squares is
+    stored as its square root, and never rounded to 0, so that updates stay bounded. Inf becomes NaN. Arrays of one
+    dimension, or of fewer than 4096 elements (all layers of a `Stack` together), stay in float32. The update has no
+    collective if shards have a multiple of 16 elements in the last dimension. Ranks that share a block exchange its
+    largest number if they have 8, 4, 2 or 1 of its elements, and otherwise XLA gathers parts of the moment in float32;
+    the results are the same.
 
     Args:
         optimizer: any optax optimizer. For FP8, one whose state is known: Adam, AdamW, AMSGrad, AdaBelief, Yogi, Lion,
