@@ -6,6 +6,21 @@ from .mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "a small mean of squares in FP8 becomes zero",
+        "code = jnp.where(size > 0, jnp.maximum(code, 1), code)",
+        "code = jnp.where(size > 0, code, 0)",
+        ("tests/optimizers/test_low_precision.py::test_updates_from_moments_in_fp8_stay_bounded",),
+    ),
+    Mutant(
+        "the scales of a padded moment in FP8 are saved with their padding",
+        "for one in (layout, row_blocks_layout(layout)) if is_padded(one)",
+        "for one in (layout,) if is_padded(one)",
+        (
+            "tests/optimizers/test_low_precision.py::"
+            "test_losses_follow_float32_and_a_resumed_run_equals_one_never_stopped[optimizer2-float32]",
+        ),
+    ),
+    Mutant(
         "check passes finite numbers beside an infinity",
         "one, other = one[finite], other[finite]",
         "one, other = np.nan_to_num(one), np.nan_to_num(other)",
