@@ -221,7 +221,7 @@ def test_moments_in_fp8_are_neighbors_right_on_average_and_never_lose_a_square(k
 
     @jax.jit
     def rounded_by(step):
-        codes = encoded(jnp.asarray(given), kind, step_key(0, step), ("a",))
+        codes = encoded(given, kind, step_key(0, step), ("a",))
         return codes, decoded(codes, kind)
 
     codes, found = rounded_by(0)
@@ -263,8 +263,8 @@ def test_updates_from_moments_in_fp8_stay_bounded():
     of one block differ by up to 2**40, and most are 0."""
     rng, shape = np.random.default_rng(0), (64, 64)
     optimizer = low_precision(optax.scale_by_adam(eps=1e-30), moments="float8")
-    params = {"w": jnp.zeros(shape)}
-    update, state = jax.jit(lambda g, s: optimizer.update(g, s, params)), optimizer.init(params)
+    params = {"w": np.zeros(shape, np.float32)}
+    update, state = jax.jit(lambda g, s: optimizer.update(g, s, params)), jax.jit(optimizer.init)(params)
     sizes, most = np.exp2(rng.uniform(-20, 20, shape)), 0.0
     for _ in range(300):
         grads = sizes * rng.standard_normal(shape) * (rng.random(shape) < 0.05)
