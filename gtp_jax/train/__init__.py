@@ -30,6 +30,8 @@ from ._options import compile_options as compile_options
 from ._own_step import BringsStep as BringsStep
 from ._per_layer import is_examined as is_examined
 from ._per_layer import per_layer as per_layer
+from ._placed import Placed as Placed
+from ._placed import placed_in as placed_in
 from ._request import Request as Request
 from ._request import View as View
 from ._rows import check_numbers as check_numbers

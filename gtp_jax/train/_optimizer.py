@@ -6,11 +6,14 @@ import inspect
 from typing import Any
 
 import optax
+from jax.sharding import PartitionSpec
 
+from ..mesh import with_paths
 from ..nn import ModelDef
 from ._on_padding import left_in_padding
 from ._padding import paddings
 from ._per_layer import layers_in_scope
+from ._placed import Placed, placed_in_scope
 
 Tree = Any
 
@@ -34,7 +37,8 @@ def of_model(optimizer: optax.GradientTransformation, model_def: ModelDef) -> op
 
     The wrapper takes and returns stored arrays, some of which may be padded. It gives the optimizer the logical arrays,
     without padding, unless the optimizer can update the padded arrays with the same result; see [Note: optimizers on
-    padding]. While it calls the optimizer, a `per_layer` inside knows which parameters hold the layers of a `Stack`.
+    padding]. While it calls the optimizer, a `per_layer` inside knows which parameters hold the layers of a `Stack`,
+    and the optimizer may ask how its arrays lie on the mesh (`placed_in`).
     The wrapper's update accepts any extra arguments, and passes on those that the optimizer's update accepts.
 
     Raises:
@@ -55,7 +59,10 @@ def of_model(optimizer: optax.GradientTransformation, model_def: ModelDef) -> op
             updates, state, params = map(padding.cut, (updates, state, params))
             extra = {name: padding.cut_argument(value) for name, value in extra.items()}
         known = {name: value for name, value in extra.items() if names is None or name in names}
-        with layers_in_scope(model_def.layer_counts):
+        specs = with_paths(model_def.specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
+        pairs = zip(specs, with_paths(updates), strict=True)
+        placed = {path: Placed(leaf.shape, spec) for (path, spec), (_, leaf) in pairs}
+        with layers_in_scope(model_def.layer_counts), placed_in_scope(placed):
             try:
                 updated = optimizer.update(updates, state, params, **known)  # pyright: ignore[reportCallIssue]
             except TypeError as error:

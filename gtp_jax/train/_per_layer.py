@@ -18,6 +18,7 @@ from flax import nnx
 
 from ..mesh import Path, of_parameter, with_paths
 from ..nn import layer_counts
+from ._placed import placed_in_scope, placed_of_one_layer
 from ._terms import Terms, input_values
 
 Tree = Any
@@ -104,9 +105,11 @@ def per_layer(
             return inner.update(updates, state, params, **extra)
 
         with layers_in_scope(dict.fromkeys(counts, 0)):
-            traced, like = jax.make_jaxpr(one, return_shape=True)(*_of_one_layer(given, counts))
+            with placed_in_scope(None):
+                traced, like = jax.make_jaxpr(one, return_shape=True)(*_of_one_layer(given, counts))
             _check_separable(traced, given, like, counts)
-            return (updates, state) if examined else _mapped(one, given, like, counts)
+            with placed_in_scope(placed_of_one_layer(counts)):
+                return (updates, state) if examined else _mapped(one, given, like, counts)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -1,0 +1,67 @@
+"""Tells an optimizer how the arrays of its update lie on the mesh."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from jax.sharding import PartitionSpec
+
+from ..mesh import Path, of_parameter, with_paths
+
+Tree = Any
+
+
+class Placed(NamedTuple):
+    """How an array that an optimizer is given for a parameter lies on the mesh.
+
+    Attributes:
+        shape: the shape of the array.
+        spec: its partition. If the axes do not divide a dimension evenly, the last parts are smaller.
+    """
+
+    shape: tuple[int, ...]
+    spec: PartitionSpec
+
+
+_scope: contextvars.ContextVar[Mapping[Path, Placed] | None] = contextvars.ContextVar("arrays on the mesh", default=None)
+
+
+@contextlib.contextmanager
+def placed_in_scope(known: Mapping[Path, Placed] | None) -> Iterator[None]:
+    """Puts in scope how the arrays of each parameter lie on the mesh; `None` if an update is traced only to be read,
+    for which it must consist of one part per parameter."""
+    token = _scope.set(known)
+    try:
+        yield
+    finally:
+        _scope.reset(token)
+
+
+def placed_in(tree: Tree) -> list[Placed | None]:
+    """Returns how each leaf of an optimizer's tree lies on the mesh; `None` if that is not known, as outside a step, or
+    if the leaf does not have the shape that the parameter's arrays have."""
+    known = _scope.get()
+    if known is None:
+        return [None for _ in with_paths(tree)]
+    found = [(of_parameter(path, known), leaf) for path, leaf in with_paths(tree)]
+    return [one if one is not None and one.shape == leaf.shape else None for one, leaf in found]
+
+
+def placed_of_one_layer(counts: Mapping[Path, int]) -> dict[Path, Placed] | None:
+    """Returns what is in scope, for the arrays of one layer of each stack.
+
+    Args:
+        counts: the number of layers of each parameter, by path; 0 outside a `Stack`.
+    """
+    known = _scope.get()
+    if known is None:
+        return None
+    found = {path: of_parameter(path, known) for path in counts}
+    return {
+        path: Placed(one.shape[1:], PartitionSpec(*one.spec[1:])) if counts[path] else one
+        for path, one in found.items()
+        if one is not None
+    }
