@@ -23,6 +23,7 @@ class Divided:
         shape: the dimensions of a matrix before they are joined to rows and columns.
         rows: how many of these are joined to the rows; the others are joined to the columns.
         axes: for each dimension, the mesh axes that divide it, outermost first.
+        divides: the mesh axes that divide a matrix, in the order of the mesh.
         copies: the mesh axes whose ranks have the same parts.
         dtype: the name of the dtype.
     """
@@ -30,13 +31,9 @@ class Divided:
     shape: tuple[int, ...]
     rows: int
     axes: tuple[tuple[str, ...], ...]
+    divides: tuple[str, ...]
     copies: tuple[str, ...]
     dtype: str
-
-    @property
-    def divides(self) -> tuple[str, ...]:
-        """The mesh axes that divide a matrix."""
-        return tuple(axis for axes in self.axes for axis in axes)
 
     @property
     def owners(self) -> tuple[str, ...]:
@@ -80,9 +77,9 @@ class Divided:
 
     def _order(self) -> list[int]:
         """Returns the dimensions of `(*divides, matrices, *part)` with each axis before the dimension it divides."""
-        axes, first = iter(range(len(self.divides))), len(self.divides) + 1
-        dims = [i for dim, own in enumerate(self.axes) for i in (*(next(axes) for _ in own), first + dim)]
-        return [len(self.divides), *dims]
+        before = len(self.divides)
+        dims = [i for dim, own in enumerate(self.axes, before + 1) for i in (*map(self.divides.index, own), dim)]
+        return [before, *dims]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,10 +136,11 @@ class Matrices:
     def divided(self, names: Sequence[str], dtype: jax.typing.DTypeLike) -> Divided:
         """Returns how each matrix is divided by the axes of a mesh with these names."""
         dims, axes = self.rows + self.columns, self.axes
-        used = {axis for own in axes for axis in own}
-        copies = tuple(axis for axis in names if degree(axis) > 1 and axis not in used)
         of_dims = tuple(axes[dim] for dim in dims)
-        return Divided(tuple(self.shape[d] for d in dims), len(self.rows), of_dims, copies, jnp.dtype(dtype).name)
+        divides = tuple(axis for axis in names if any(axis in own for own in of_dims))
+        copies = tuple(axis for axis in names if degree(axis) > 1 and not any(axis in own for own in axes))
+        shape = tuple(self.shape[dim] for dim in dims)
+        return Divided(shape, len(self.rows), of_dims, divides, copies, jnp.dtype(dtype).name)
 
     def flat(self, local: jax.Array) -> jax.Array:
         """Returns the parts of matrices in a rank's part of the array, `(count, size)`."""

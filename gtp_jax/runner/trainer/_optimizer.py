@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from ...mesh import with_paths
 from ...nn import split_model
-from ...optimizers import low_precision
+from ...optimizers import low_precision, muon
 from ...recipes import EXCLUDED, matches
 from ...train import per_layer
 from ._average import averaged
@@ -136,9 +136,7 @@ def _muon(rate: optax.Schedule, decay: float, parts: _Parts) -> optax.GradientTr
     def dimensions(params: Any) -> Any:  # features in and out; a dimension before them counts experts
         return jax.tree.map(lambda p: optax.contrib.MuonDimensionNumbers(p.ndim - 2, p.ndim - 1), params)
 
-    hidden = optax.contrib.muon(
-        rate, weight_decay=decay, muon_weight_dimension_numbers=dimensions, consistent_rms=_RMS_OF_ADAM
-    )
+    hidden = muon(rate, weight_decay=decay, muon_weight_dimension_numbers=dimensions, consistent_rms=_RMS_OF_ADAM)
     return optax.partition({"hidden": per_layer(hidden), "other": _adamw(rate, decay, parts)}, parts.kinds)
 
 
