@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from optax.contrib import MuonDimensionNumbers, MuonState
 
 from ..train import Placed, placed_in
-from ._divided import Matrices
+from ._matrices import Matrices
 from ._owners import on_owners
 
 Tree = Any
@@ -27,7 +27,7 @@ def muon(
     ns_steps: int = 5,
     beta: Scalar = 0.95,
     eps: Scalar = 1e-8,
-    weight_decay: Scalar = 0.0,
+    weight_decay: Any = 0.0,
     weight_decay_mask: Any = None,
     mu_dtype: Any = None,
     *,
@@ -37,7 +37,7 @@ def muon(
     adam_b1: Scalar = 0.9,
     adam_b2: Scalar = 0.999,
     adam_eps_root: Scalar = 0.0,
-    adam_weight_decay: Scalar = 0.0,
+    adam_weight_decay: Any = 0.0,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
     muon_weight_dimension_numbers: Any = None,
     consistent_rms: Scalar | None = None,
@@ -80,9 +80,9 @@ def muon(
         consistent_rms=consistent_rms,
     )
 
-    def iterate(matrices: jax.Array, ns_coeffs: jax.Array, eps: jax.Array) -> jax.Array:
+    def iterate(matrices: jax.Array, ns_coeffs: jax.Array, eps: Scalar = eps) -> jax.Array:
         # Without decay, the momentum is the gradient, so this iterates the matrices themselves.
-        one = optax.contrib.scale_by_muon(
+        one: Any = optax.contrib.scale_by_muon(
             ns_steps=ns_steps,
             beta=0.0,
             eps=eps,
@@ -90,7 +90,7 @@ def muon(
             preconditioning=preconditioning,
             weight_dimension_numbers=MuonDimensionNumbers(1, 2),
         )
-        state: Any = MuonState(jnp.zeros((), jnp.int32), jnp.zeros_like(matrices), ns_coeffs)
+        state = MuonState(jnp.zeros((), jnp.int32), jnp.zeros_like(matrices), ns_coeffs)
         return one.update(matrices, state)[0]
 
     def orthogonal(updates: Tree, state: Any, params: Tree = None) -> tuple[Tree, Any]:
@@ -107,7 +107,8 @@ def muon(
         leaves, structure = jax.tree.flatten(momentum)
         every = jax.tree.leaves(_dimensions(dims, updates), is_leaf=_is_dimensions)
         matrices = [_matrices(*one) for one in zip(leaves, placed_in(momentum), every, strict=True)]
-        found = on_owners(iterate, _cost, leaves, matrices, state.ns_coeffs, jnp.asarray(eps))
+        more = (eps,) if isinstance(eps, jax.Array) else ()  # as a number it keeps bfloat16 what it is
+        found = on_owners(iterate, _cost, leaves, matrices, state.ns_coeffs, *more)
         found = jax.tree.unflatten(structure, found)
         if adaptive:
             found = jax.tree.map(lambda x, y: jnp.sum(x.conj() * y) * y, momentum, found)
@@ -146,9 +147,7 @@ def muon(
     )
 
     def update(updates: Tree, state: Any, params: Tree = None, **extra: Any) -> tuple[Tree, Any]:
-        known = any(one is not None for one in placed_in(updates))
-        several = not jax.sharding.get_abstract_mesh().empty and jax.sharding.get_abstract_mesh().size > 1
-        own = optax.with_extra_args_support(shared if known and several else whole)
+        own = shared if any(placed_in(updates)) else optax.with_extra_args_support(whole)
         return own.update(updates, state, params, **extra)
 
     return optax.GradientTransformationExtraArgs(whole.init, update)

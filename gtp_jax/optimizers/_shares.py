@@ -12,13 +12,13 @@ class Load(NamedTuple):
     """Matrices to be shared among ranks.
 
     Attributes:
-        count: the number of matrices.
+        matrices: the number of matrices.
         cost: the work of one matrix, in any unit.
         axes: the mesh axes whose ranks share them. Along the other axes of the mesh, ranks share as many other matrices
             in the same way.
     """
 
-    count: int
+    matrices: int
     cost: float
     axes: tuple[str, ...]
 
@@ -44,7 +44,7 @@ def owners_of_rest(loads: Sequence[Load], sizes: Mapping[str, int]) -> list[list
         shared = [names.index(axis) for axis in load.axes]
         others = [dim for dim in range(len(names)) if dim not in shared]
         ranks = int(np.prod([busy.shape[dim] for dim in shared], dtype=int))
-        for _ in range(load.count % ranks):
+        for _ in range(load.matrices % ranks):
             rows = busy.transpose(shared + others).reshape(ranks, -1).copy()
             owner = int(np.argmin(rows.max(axis=1)))
             rows[owner] += load.cost

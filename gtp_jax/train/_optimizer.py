@@ -5,10 +5,11 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import jax
 import optax
 from jax.sharding import PartitionSpec
 
-from ..mesh import with_paths
+from ..mesh import Path, with_paths
 from ..nn import ModelDef
 from ._on_padding import left_in_padding
 from ._padding import paddings
@@ -59,10 +60,7 @@ def of_model(optimizer: optax.GradientTransformation, model_def: ModelDef) -> op
             updates, state, params = map(padding.cut, (updates, state, params))
             extra = {name: padding.cut_argument(value) for name, value in extra.items()}
         known = {name: value for name, value in extra.items() if names is None or name in names}
-        specs = with_paths(model_def.specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
-        pairs = zip(specs, with_paths(updates), strict=True)
-        placed = {path: Placed(leaf.shape, spec) for (path, spec), (_, leaf) in pairs}
-        with layers_in_scope(model_def.layer_counts), placed_in_scope(placed):
+        with layers_in_scope(model_def.layer_counts), placed_in_scope(_placed(model_def, updates)):
             try:
                 updated = optimizer.update(updates, state, params, **known)  # pyright: ignore[reportCallIssue]
             except TypeError as error:
@@ -76,6 +74,17 @@ def of_model(optimizer: optax.GradientTransformation, model_def: ModelDef) -> op
         return padding.pad(updated) if dirty is None else padding.with_zeros(updated, dirty)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _placed(model_def: ModelDef, updates: Tree) -> dict[Path, Placed] | None:
+    """Returns how the arrays that an optimizer gets for each parameter lie on the mesh in scope; `None` if there is no
+    mesh, or it has one device."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return None
+    specs = with_paths(model_def.specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
+    pairs = zip(specs, jax.tree.leaves(updates), strict=True)
+    return {path: Placed(leaf.shape, spec) for (path, spec), leaf in pairs}
 
 
 def _extra_names(optimizer: optax.GradientTransformation) -> frozenset[str] | None:

@@ -26,13 +26,18 @@ class Placed(NamedTuple):
     spec: PartitionSpec
 
 
-_scope: contextvars.ContextVar[Mapping[Path, Placed] | None] = contextvars.ContextVar("arrays on the mesh", default=None)
+_Known = Mapping[Path, Placed] | None
+_scope: contextvars.ContextVar[_Known] = contextvars.ContextVar("an optimizer's arrays on the mesh", default=None)
 
 
 @contextlib.contextmanager
-def placed_in_scope(known: Mapping[Path, Placed] | None) -> Iterator[None]:
-    """Puts in scope how the arrays of each parameter lie on the mesh; `None` if an update is traced only to be read,
-    for which it must consist of one part per parameter."""
+def placed_in_scope(known: _Known) -> Iterator[None]:
+    """Puts in scope how the arrays of each parameter lie on the mesh.
+
+    Args:
+        known: this, by path of the parameter. `None` for one device, and for an update that is traced only to be read:
+            what reads it expects that the update of a parameter does not depend on the others.
+    """
     token = _scope.set(known)
     try:
         yield
@@ -41,8 +46,8 @@ def placed_in_scope(known: Mapping[Path, Placed] | None) -> Iterator[None]:
 
 
 def placed_in(tree: Tree) -> list[Placed | None]:
-    """Returns how each leaf of an optimizer's tree lies on the mesh; `None` if that is not known, as outside a step, or
-    if the leaf does not have the shape that the parameter's arrays have."""
+    """Returns how each leaf of an optimizer's tree lies on the mesh; `None` on one device, and if it is not known: in a
+    step that `train_step` did not make, or if the leaf does not have the shape of its parameter."""
     known = _scope.get()
     if known is None:
         return [None for _ in with_paths(tree)]
