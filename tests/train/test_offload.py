@@ -146,6 +146,7 @@ def test_an_evaluation_gradients_and_a_diagnosis_read_parameters_on_the_host(tra
     [
         (lambda: optax.lamb(1e-3), "the optimizer's update .* it reads '.*' as a whole"),
         (lambda: optax.contrib.muon(1e-3), "cannot be computed in blocks"),
+        (lambda: gtp.optimizers.muon(1e-3), "cannot be computed in blocks"),
         (lambda: optax.MultiSteps(optax.adam(1e-3), 2), "cannot be computed in blocks"),
         (lambda: optax.chain(optax.add_noise(0.1, 0.5, 0), optax.adam(1e-3)), "it is not elementwise"),
         (lambda: optax.chain(optax.adam(1e-3), by_height()), "depends on the shape of its array"),
@@ -153,7 +154,10 @@ def test_an_evaluation_gradients_and_a_diagnosis_read_parameters_on_the_host(tra
         (lambda: low_precision(optax.adam(1e-3), moments="float8"), "cannot be computed in blocks"),
         (lambda: optax.GradientTransformation(two_moments, turned), "it changes the structure of its state"),
     ],
-    ids=["lamb", "muon", "multi-steps", "noise", "factor-of-the-shape", "bfloat16", "fp8", "order-of-the-state"],
+    ids=[
+        *("lamb", "muon", "shared muon", "multi-steps", "noise"),
+        *("factor-of-the-shape", "bfloat16", "fp8", "order-of-the-state"),
+    ],
 )
 def test_updates_that_are_not_elementwise_are_refused(make, message):
     optimizer = make()
