@@ -29,7 +29,7 @@ NAMES = {
         *("quantize", "dequantize", "pack", "unpack", "multi_amax", "hadamard", "hadamard_amax", "check_ids"),
         "positions_of",
     ),
-    "optimizers": ("low_precision", "stochastic_rounding"),
+    "optimizers": ("muon", "low_precision", "stochastic_rounding"),
     "recipes": ("FP8", "FP8Delayed", "FP8Blocks", "MXFP8", "NVFP4", "BF16", "Recipe", "use_recipe"),
     "runner.launch": ("distributed",),
     "runner.trainer": ("Trainer", "Report"),

@@ -166,6 +166,7 @@ ARRAYS = {  # shapes and partitions; 4 and 2 do not divide 6 rows, 5 experts, an
     "tall": ((20, 6), P(("tp", "gtp"))),
     "experts": ((5, 6, 8), P("tp", None, "gtp")),
     "heads": ((8, 3, 10), P(None, "tp", "gtp")),
+    "whole": ((8, 3, 4), P(("gtp", "tp"))),  # each rank has matrices of its own
     "vector": ((5,), P()),
     "unknown": ((7, 9), None),  # the optimizer is not told how it lies on the mesh
 }
@@ -175,6 +176,7 @@ DIMENSIONS = {
     "tall": AXES(1, 0),
     "experts": AXES(-2, -1),
     "heads": AXES(0, (1, 2)),
+    "whole": AXES(1, 2),
     "vector": None,
     "unknown": AXES(),
 }
