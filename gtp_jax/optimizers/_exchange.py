@@ -20,7 +20,7 @@ def exchanged(sent: jax.Array, divides: tuple[str, ...], copies: tuple[str, ...]
         sent: what this rank has for each owner, `(owners, length)`. Owners are ordered along `divides`, then `copies`.
         divides: the mesh axes whose ranks have different parts.
         copies: the mesh axes whose ranks have the same parts.
-        run: the function; it gets what an owner received, `(ranks of divides, length)`, and returns as much.
+        run: the function; it gets what an owner received, `(ranks of divides, length)`, and returns the same shape.
     """
     if copies:
         each = sent.reshape(degrees(divides), degrees(copies), -1)
@@ -35,7 +35,7 @@ def in_batch(kind: Divided, parts: jax.Array, work: Work) -> jax.Array:
     Args:
         kind: the class of the matrices.
         parts: this rank's part of each matrix, `(matrices, size)`.
-        work: a function of matrices, `(count, rows, columns)`, that returns as many.
+        work: a function of matrices, `(count, rows, columns)`, that returns results of the same shape.
     """
 
     def run(owned: jax.Array) -> jax.Array:

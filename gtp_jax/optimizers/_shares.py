@@ -14,8 +14,8 @@ class Load(NamedTuple):
     Attributes:
         matrices: the number of matrices.
         cost: the work of one matrix, in any unit.
-        axes: the mesh axes whose ranks share them. Along the other axes of the mesh, ranks share as many other matrices
-            in the same way.
+        axes: the mesh axes whose ranks share them. Along the other axes of the mesh, ranks share other matrices in the
+            same way.
     """
 
     matrices: int
@@ -26,8 +26,8 @@ class Load(NamedTuple):
 def owners_of_rest(loads: Sequence[Load], sizes: Mapping[str, int]) -> list[list[int]]:
     """Returns the owners of the matrices that are left after each rank has got equally many of each load.
 
-    The matrices that cost the most are placed first, each on the rank that has the least to do. So the rank with the
-    most to do has at most the mean and the cost of one matrix.
+    The matrices that cost the most are placed first, each on the rank that has the least to do. If all loads have the
+    same axes, the rank with the most to do thus has at most the mean and the cost of one matrix.
 
     Args:
         loads: the matrices.

@@ -36,7 +36,7 @@ def in_slots(
     Args:
         parts: this rank's part of each matrix, `(matrices, size)`, by class.
         owners: the owner of each matrix, by class.
-        work: a function of matrices, `(count, rows, columns)`, that returns as many.
+        work: a function of matrices, `(count, rows, columns)`, that returns results of the same shape.
     """
     found: dict[Divided, jax.Array] = {}
     together: dict[tuple[object, ...], list[Divided]] = {}
@@ -66,7 +66,7 @@ def in_slots(
 
 
 def _slots(kind: Divided, places: Sequence[tuple[int, int]], ranks: int) -> list[_Slot]:
-    """Returns the slots of a class: as many as the matrices of the owner that has the most.
+    """Returns the slots of a class. Their number is the largest number of its matrices that one rank owns.
 
     Args:
         kind: the class.
