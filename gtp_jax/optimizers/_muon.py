@@ -127,7 +127,7 @@ def muon(
     shared = optax.partition(
         {
             "muon": optax.chain(
-                optax.GradientTransformation(whole.init, orthogonal),
+                optax.GradientTransformation(optax.init_empty_state, orthogonal),  # `whole` makes the state
                 optax.stateless(scaled),
                 optax.add_decayed_weights(weight_decay, weight_decay_mask),
                 optax.scale_by_learning_rate(learning_rate),

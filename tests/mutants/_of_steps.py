@@ -130,4 +130,16 @@ MUTANTS = (
         "skipped = skipped",
         ("tests/train/test_nonfinite_step.py::test_a_flagged_step_changes_nothing_and_the_next_goes_on_from_there",),
     ),
+    Mutant(
+        "every rank computes what only some own",
+        "lax.cond(begin >= 0,",
+        "lax.cond(begin >= -1,",
+        ("tests/optimizers/test_muon.py::test_arguments_mean_what_they_mean_to_optax[aol, dion]",),
+    ),
+    Mutant(
+        "axes that divide a dimension are joined after it",
+        "for i in (*map(self.divides.index, own), dim)]",
+        "for i in (dim, *map(self.divides.index, own))]",
+        ("tests/optimizers/test_muon.py::test_arguments_mean_what_they_mean_to_optax[aol, dion]",),
+    ),
 )
