@@ -82,7 +82,8 @@ def _run(
     mesh = jax.sharding.get_abstract_mesh()
     members: dict[Divided, list[int]] = {}
     for number, (array, one) in enumerate(zip(arrays, matrices, strict=True)):
-        members.setdefault(one.divided(mesh.axis_names, array.dtype), []).append(number)
+        if array.size:
+            members.setdefault(one.divided(mesh.axis_names, array.dtype), []).append(number)
     loads = [
         Load(sum(matrices[number].count for number in own), cost(*kind.matrix), kind.owners)
         for kind, own in members.items()
@@ -97,7 +98,7 @@ def _run(
         left = {kind: parts[whole[kind] :] for kind, parts in given.items() if rest[kind]}
         for kind, parts in in_slots(left, rest, work).items():
             found.setdefault(kind, []).append(parts)
-        results: list[Any] = [None for _ in arrays]
+        results = list(arrays)  # those without elements stay
         for kind, own in members.items():
             ends = np.cumsum([matrices[n].count for n in own])[:-1]
             for n, parts in zip(own, jnp.split(jnp.concatenate(found[kind]), ends), strict=True):

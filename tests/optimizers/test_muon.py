@@ -167,6 +167,7 @@ ARRAYS = {  # shapes and partitions; 4 and 2 do not divide 6 rows, 5 experts, an
     "experts": ((5, 6, 8), P("tp", None, "gtp")),
     "heads": ((8, 3, 10), P(None, "tp", "gtp")),
     "whole": ((8, 3, 4), P(("gtp", "tp"))),  # each rank has matrices of its own
+    "none": ((0, 4, 8), P(None, "gtp")),
     "vector": ((5,), P()),
     "unknown": ((7, 9), None),  # the optimizer is not told how it lies on the mesh
 }
@@ -177,6 +178,7 @@ DIMENSIONS = {
     "experts": AXES(-2, -1),
     "heads": AXES(0, (1, 2)),
     "whole": AXES(1, 2),
+    "none": AXES(1, 2),
     "vector": None,
     "unknown": AXES(),
 }
