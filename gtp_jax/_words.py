@@ -20,6 +20,9 @@ REMAT: tuple[Remat, ...] = get_args(Remat)
 Offloaded = Literal["optimizer", "masters"]
 OFFLOADED: tuple[Offloaded, ...] = get_args(Offloaded)
 
+# The value of `--offload` for a state that stays on the devices.
+ON_DEVICES = "none"
+
 # The number format in which an optimizer's moments are stored, if it is not float32.
 Moments = Literal["bfloat16", "float8"]
 MOMENTS: tuple[Moments, ...] = get_args(Moments)

@@ -14,7 +14,6 @@ from timed import time_and_report
 from workload import COMMAND_BUFFERS, LEARNING_RATE, REDUCE_DTYPE, WEIGHT_DECAY, XLA_OPTIONS, parser, workload
 
 import gtp_jax as gtp
-from gtp_jax._words import OFFLOADED
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
 from gtp_jax.nn import abstract_model
 from gtp_jax.runner.flags import Execution, ExpertOptions, Quantization, add_flags, given
@@ -43,7 +42,6 @@ def main() -> None:
         default="gtp_jax",
         help="XLA options of the step: those that gtp_jax sets, or XLA's defaults",
     )
-    flags.add_argument("--offload", choices=OFFLOADED, help="what of the state is kept in the memory of the host")
     flags.add_argument("--trace", metavar="DIR", help="write a trace of one more step to this directory")
     add_target(flags)
     args = flags.parse_args()
@@ -77,7 +75,7 @@ def main() -> None:
                 abstract_model(lambda rngs: Llama(config, rngs=rngs)),
                 optimizer,
                 recipe=recipe.to_recipe(),
-                offload=args.offload,
+                offload=execution.offloaded,
             )
             lowered = step.lower(state, {"tokens": like, "targets": like})  # pyright: ignore[reportFunctionMemberAccess]
             return compile_only(lowered, args.target, parameters=config.param_count())
@@ -85,7 +83,7 @@ def main() -> None:
             gtp.init(lambda rngs: Llama(config, rngs=rngs), nnx.Rngs(0)),
             optimizer,
             recipe=recipe.to_recipe(),
-            offload=args.offload,
+            offload=execution.offloaded,
         )
         tokens = jax.random.randint(jax.random.key(1), (work.sequences, work.seq), 0, work.vocab_size)
         batch: Any = {"tokens": tokens, "targets": jnp.roll(tokens, -1, axis=1)}

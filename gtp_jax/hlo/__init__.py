@@ -23,6 +23,7 @@ from ._launch_order import LaunchOrder as LaunchOrder
 from ._launch_order import launch_order as launch_order
 from ._launch_order import render as render
 from ._memory import Memory as Memory
+from ._memory import bytes_on_host as bytes_on_host
 from ._memory import bytes_per_device as bytes_per_device
 from ._memory import memory as memory
 from ._network import Network as Network

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ..mesh import is_on_host
 from ._text import columns, quantity
 
 
@@ -25,7 +26,8 @@ class Memory:
             workspace.
         output_bytes: the results that do not reuse the memory of an argument.
         frozen_bytes: the weights that are not trained, as values or as codes.
-        peak_bytes: the sum of all of these, which the program needs.
+        host_bytes: the parameters and the rest of the state in the memory of the host, which do not count above.
+        peak_bytes: the sum of all but `host_bytes`, which the program needs.
     """
 
     weights_bytes: int
@@ -35,10 +37,11 @@ class Memory:
     activations_bytes: int
     output_bytes: int
     frozen_bytes: int = 0
+    host_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:
-        return sum(getattr(self, field.name) for field in dataclasses.fields(self))
+        return sum(getattr(self, field.name) for field in dataclasses.fields(self)) - self.host_bytes
 
     def table(self) -> str:
         """Returns a table of the parts and their sum, one per line."""
@@ -51,17 +54,23 @@ class Memory:
             ("activations", self.activations_bytes, "saved for backward; gathered weights, workspace"),
             ("outputs", self.output_bytes, "that do not reuse the memory of an argument"),
             ("in total", self.peak_bytes, ""),
+            *([("on its host", self.host_bytes, "of the state, not in the total")] if self.host_bytes else []),
         ]
         return columns(("memory", "per device", ""), [(n, quantity(b, "B"), note) for n, b, note in rows], right=(1,))
 
 
 def bytes_per_device(tree: Any) -> int:
-    """Returns the number of bytes that the arrays of a pytree take on one device.
+    """Returns the number of bytes that the arrays of a pytree take for one device, in its own memory or its host's.
 
     Args:
         tree: a pytree of arrays or `jax.ShapeDtypeStruct`s. A leaf without a sharding counts in full.
     """
     return sum(map(_leaf_bytes, jax.tree.leaves(tree)))
+
+
+def bytes_on_host(tree: Any) -> int:
+    """Returns the part of `bytes_per_device` that is in the memory of the host."""
+    return bytes_per_device([leaf for leaf in jax.tree.leaves(tree) if is_on_host(leaf)])
 
 
 def memory(compiled: jax.stages.Compiled, *, params: Any, opt_state: Any = (), frozen: Any = ()) -> Memory:
@@ -78,22 +87,27 @@ def memory(compiled: jax.stages.Compiled, *, params: Any, opt_state: Any = (), f
     """
     stats: Any = compiled.memory_analysis()
     weights, optimizer, constant = (bytes_per_device(tree) for tree in (params, opt_state, frozen))
-    other = stats.argument_size_in_bytes - weights - optimizer - constant
+    # programs for a CPU count arguments on the host as those on the device
+    arguments = stats.argument_size_in_bytes + stats.host_argument_size_in_bytes
+    outputs = stats.output_size_in_bytes + stats.host_output_size_in_bytes
+    other = arguments - weights - optimizer - constant
     if other < 0:
         raise ValueError(
-            f"the step's arguments take {stats.argument_size_in_bytes} bytes per device, but `params`, "
+            f"the step's arguments take {arguments} bytes per device, but `params`, "
             f"`opt_state` and `frozen` take {weights + optimizer + constant}. Pass the state that the step was lowered "
             "with, with the same shardings."
         )
     gradients = min(weights, stats.temp_size_in_bytes)
+    away = bytes_on_host(params), bytes_on_host(opt_state)
     return Memory(
-        weights_bytes=weights,
-        optimizer_bytes=optimizer,
+        weights_bytes=weights - away[0],
+        optimizer_bytes=optimizer - away[1],
         other_bytes=other,
         gradients_bytes=gradients,
         activations_bytes=stats.temp_size_in_bytes - gradients,
-        output_bytes=stats.output_size_in_bytes - stats.alias_size_in_bytes,
+        output_bytes=outputs - stats.alias_size_in_bytes - stats.host_alias_size_in_bytes,
         frozen_bytes=constant,
+        host_bytes=sum(away),
     )
 
 

@@ -20,7 +20,7 @@ import optax
 import optax.contrib
 
 from ..checkpoint import Checkpoints, Digest, StoredArray
-from ..mesh import Path, with_paths
+from ..mesh import Path, on_device, with_paths
 
 Tree = Any
 
@@ -66,7 +66,11 @@ def evaluation_weights(params: Tree, opt_state: Tree) -> Tree:
     made = dict(with_paths(params))
     for _, node in _averages(opt_state):
         weights, b1 = (node.average, None) if isinstance(node, AveragedState) else (node.z, node.b1)
-        made |= {path: _of(made[path], weight, b1) for path, weight in with_paths(weights)}
+        for path, weight in with_paths(weights):
+            trained = made[path]
+            if b1 is not None:
+                trained, weight = on_device((trained, weight))
+            made[path] = _of(trained, weight, b1)
     return jax.tree.unflatten(jax.tree.structure(params), list(made.values()))
 
 

@@ -9,6 +9,7 @@ from ._finite import check_finite as check_finite
 from ._gradients import Computed as Computed
 from ._gradients import gradients as gradients
 from ._gradients import in_dtypes_of as in_dtypes_of
+from ._host_memory import check_host as check_host
 from ._jit import Jitted as Jitted
 from ._loss import Loss as Loss
 from ._loss import mean as mean
@@ -21,6 +22,7 @@ from ._nccl import find_nccl as find_nccl
 from ._nccl import flags_in_environment as flags_in_environment
 from ._nccl import nccl_is_too_old as nccl_is_too_old
 from ._options import GPU_OPTIONS as GPU_OPTIONS
+from ._options import GPU_OPTIONS_WITH_COPIES as GPU_OPTIONS_WITH_COPIES
 from ._options import GPU_OPTIONS_WITH_FP8 as GPU_OPTIONS_WITH_FP8
 from ._options import GPU_OPTIONS_WITH_OLD_NCCL as GPU_OPTIONS_WITH_OLD_NCCL
 from ._options import GPU_OPTIONS_WITH_TP as GPU_OPTIONS_WITH_TP
@@ -41,6 +43,7 @@ from ._state import state_specs as state_specs
 from ._step import eval_step as eval_step
 from ._step import loss_and_gradients as loss_and_gradients
 from ._step import train_step as train_step
+from ._update import check_update as check_update
 from ._update import never_skip as never_skip
 from ._update import updated as updated
 from ._zero import REDUCE_OVER_DP as REDUCE_OVER_DP

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._words import OFFLOADED
-from ..mesh import of_parameter, with_paths
+from ..mesh import is_on_host, of_parameter, with_paths
 from ..nn import ModelDef
 
 Tree = Any
@@ -107,7 +107,7 @@ class Away:
         return jax.tree.unflatten(structure, [made[n] for n in range(len(shapes))])
 
 
-def choose(offload: Any, params: Tree, init: Callable[[Tree], Tree], model_def: ModelDef) -> Away:
+def choose(offload: Any, params: Tree, init: Callable[[Tree], Tree], model_def: ModelDef, mesh: Mesh) -> Away:
     """Decides what is kept on the host: arrays of a parameter's shape, except small ones and those of parameters with
     update rules.
 
@@ -116,20 +116,24 @@ def choose(offload: Any, params: Tree, init: Callable[[Tree], Tree], model_def: 
         params: the parameters or their shapes.
         init: the optimizer's `init`.
         model_def: the definition of the model.
+        mesh: the mesh of the state; an empty one for a single device.
 
     Raises:
-        ValueError: if `offload` is an unknown word, or a weight is stored padded.
+        ValueError: if `offload` is an unknown word, the devices cannot address pinned memory of their host, or a weight
+            is stored padded.
     """
     if offload is not None and offload not in OFFLOADED:
         allowed = ", ".join(map(repr, OFFLOADED))
         raise ValueError(f"`offload` is {offload!r}; it must be {allowed}, or `None` to keep all on the device.")
     if offload is None:
         return Away((), ())
+    _check_kinds(offload, jax.local_devices() if mesh.empty else mesh.local_devices)
     if model_def.padded:
         name = ".".join(next(iter(model_def.padded)))
         raise ValueError(
-            f"`offload` is {offload!r}, but the weight {name!r} is stored padded (`even_shares`), and blocks do not "
-            "say where padding is. Create the model without `even_shares`, or the state without `offload`."
+            f"`offload` is {offload!r}, but the degrees of the mesh do not divide the weight {name!r}, which is stored "
+            "padded (`even_shares`), and blocks do not say where padding is. Use degrees that divide it, or create the "
+            "model without `even_shares`, or leave `offload` out."
         )
     large = {
         path: leaf.shape
@@ -139,6 +143,34 @@ def choose(offload: Any, params: Tree, init: Callable[[Tree], Tree], model_def: 
     moves = lambda path, leaf: of_parameter(path, large) == leaf.shape  # noqa: E731
     of_optimizer = tuple(moves(path, leaf) for path, leaf in with_paths(jax.eval_shape(init, params)))
     return Away(tuple(offload == "masters" and path in large for path, _ in with_paths(params)), of_optimizer)
+
+
+def check_host(tree: Tree) -> None:
+    """Refuses a state for whose arrays on the host there is too little memory.
+
+    Args:
+        tree: the arrays of the state or their shapes, with shardings on devices of this machine.
+
+    Raises:
+        ValueError: if there is too little memory; the message says how much is needed.
+    """
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if is_on_host(leaf)]
+    if leaves:
+        _check_room(_here(leaves, [True] * len(leaves)))
+
+
+def _check_kinds(offload: Any, devices: Sequence[Any]) -> None:
+    """Refuses devices that cannot address pinned memory of their host. Those of a target report no memories, and pass.
+
+    Raises:
+        ValueError: if they cannot; the message names the memories that they can address.
+    """
+    kinds = [memory.kind for memory in devices[0].addressable_memories()] if devices else []
+    if kinds and _KIND not in kinds:
+        raise ValueError(
+            f"`offload` is {offload!r}, which needs memory of the kind {_KIND!r}, but {devices[0].device_kind} devices "
+            f"of the platform {devices[0].platform!r} address only {', '.join(map(repr, kinds))}. Leave `offload` out."
+        )
 
 
 def _kept(array: jax.Array, on_host: bool) -> jax.Array:

@@ -99,8 +99,8 @@ class TrainState:
                 different roles, if a weight's array does not have the shape that it was built with, if the model has an
                 `nnx.WeightNorm` or `nnx.SpectralNorm`, if the recipe has delayed scaling and does not fit the model, if
                 a `per_layer` in the optimizer cannot be mapped over layers, or if this is called while JAX traces; if
-                `offload` is an unknown word, or the host has too little memory for it, or a weight is stored padded, or
-                the model is abstract and no mesh is in scope.
+                `offload` is an unknown word, or the host has too little memory for it or none that is pinned, or a
+                weight is stored padded, or the model is abstract and no mesh is in scope.
             TypeError: if `optimizer` is not an optax optimizer, or `recipe` is not a recipe.
         """
         check_optimizer(optimizer)
@@ -113,7 +113,7 @@ class TrainState:
         warn_of_layers_as_one(optimizer, model_def, params)
         specs = state_specs(model_def, optimizer, params, scaling)
         optimizer = of_model(optimizer, model_def)
-        away = choose(offload, params, optimizer.init, model_def)
+        away = choose(offload, params, optimizer.init, model_def, mesh)
         if abstract:
             abstract_on_mesh = functools.partial(_abstract, mesh)
             opt_state = jax.tree.map(abstract_on_mesh, jax.eval_shape(optimizer.init, params), specs.opt_state)

@@ -251,5 +251,5 @@ def _refused(what: str, why: str) -> ValueError:
     return ValueError(
         f"the state is partly on the host (`offload`), but {what} cannot be computed in blocks: {why}. Use an "
         "elementwise optimizer, such as `optax.adamw` or `optax.lion`, without `per_layer`; put clipping by the "
-        "global norm in `max_grad_norm`; or create the state without `offload`."
+        "global norm in `max_grad_norm`; or leave `offload` out."
     )

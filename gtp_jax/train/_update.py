@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -134,6 +135,20 @@ def updated(
     metrics = {"grad_norm": norm, "skipped": skipped, **_metrics(rules, ruled)}
     # The state is constrained so that its partition never changes, and a step can donate its memory.
     return constrained(after, specs), metrics
+
+
+def check_update(state: TrainState, optimizer: optax.GradientTransformation) -> None:
+    """Traces the update of a state that is partly on the host, so that a run refuses what it cannot use before anything
+    is compiled. The state may be abstract.
+
+    Raises:
+        ValueError: if the optimizer's update of an array on the host cannot be computed in blocks.
+    """
+    if streams(state.params, state.opt_state):
+        total: Any = jax.ShapeDtypeStruct((), jnp.float32)
+        computed = Computed(total, None, device_shapes(state.params), state.model_state, ())
+        update = functools.partial(updated, optimizer=optimizer, max_grad_norm=None, skip_nonfinite=True)
+        jax.eval_shape(update, state, computed)
 
 
 def _value_fn(

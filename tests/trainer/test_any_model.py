@@ -29,6 +29,7 @@ from gtp_jax.runner.trainer import TrainConfig, _loop
 from gtp_jax.runner.trainer._data_set import DataSet, PlacedData
 from gtp_jax.runner.trainer._evaluations import evaluate_batches
 from gtp_jax.runner.trainer._optimizer import optimizer_of
+from gtp_jax.train import _host_memory
 
 STEPS = 7  # more than two passes of the data
 RATE = optax.linear_schedule(3e-3, 1e-3, STEPS)
@@ -72,15 +73,16 @@ def test_a_run_leaves_a_log_a_picture_a_report_and_the_trained_model(never_stopp
 
 
 @pytest.mark.parametrize(
-    "data",
+    ("data", "offloads"),
     [
-        pytest.param(lambda: batches, id="a function"),
-        pytest.param(lambda: list(batches()), id="a list", marks=pytest.mark.full),
-        pytest.param(Stateful, id="iterators with a state", marks=pytest.mark.full),
+        pytest.param(lambda: batches, [None] * 3, id="a function"),
+        pytest.param(lambda: list(batches()), [None] * 3, id="a list", marks=pytest.mark.full),
+        pytest.param(Stateful, [None] * 3, id="iterators with a state", marks=pytest.mark.full),
+        pytest.param(lambda: batches, ["masters", None, "optimizer"], id="a state that moves to the host and back"),
     ],
 )
 def test_killed_stopped_by_a_signal_and_resumed_equals_never_stopped(
-    data, never_stopped, tmp_path, monkeypatch, capsys
+    data, offloads, never_stopped, tmp_path, monkeypatch, capsys
 ):
     out, log_step, at = tmp_path / "run", _loop.Progress.step, {3: "kill", 5: "signal"}
 
@@ -93,12 +95,15 @@ def test_killed_stopped_by_a_signal_and_resumed_equals_never_stopped(
             os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(_loop.Progress, "step", end)
+    monkeypatch.setattr(_host_memory, "_LEAST_ELEMENTS", 1 << 12)  # the model is small
     with pytest.raises(SystemExit, match="killed"):
-        trainer(out, data()).run()
+        trainer(out, data(), offload=offloads[0]).run()
     with pytest.raises(SystemExit, match="143"):
-        trainer(out, data()).run(resume=True)
+        trainer(out, data(), offload=offloads[1]).run(resume=True)
     assert not at and "run(resume=True)" in capsys.readouterr().out
-    trainer(out, data()).run(resume="auto")
+    state = trainer(out, data(), offload=offloads[2]).run(resume="auto").state
+    kinds = {moment.sharding.memory_kind for moment in jax.tree.leaves(state.opt_state) if moment.ndim > 1}
+    assert kinds == {"device" if offloads[2] is None else "pinned_host"}
     assert read_records(out) == read_records(never_stopped[0])
     assert digests(out) == digests(never_stopped[0])
 

@@ -81,6 +81,11 @@ def supervise(
     config, directory, _ = resolve(settings, resume=resume, force=force)
     if config.model_ is not None:
         raise ValueError("`--elastic` applies only to models of gtp_jax. Remove --elastic, or --model.")
+    if config.execution.offloaded is not None:
+        raise ValueError(
+            f"`offload` is {config.execution.offload!r}, but with `--elastic` replicas may continue at unequal "
+            "degrees, whose step updates a state on the devices. Remove --elastic, or pass `--offload none`."
+        )
     if config.faults.any:
         raise ValueError(
             "`--elastic` detects lost devices itself. Remove --failed-devices and --replica-batches; if the run was "

@@ -10,12 +10,15 @@ from typing import Any, Literal
 from ..._words import (
     CP,
     GRAD_REDUCE,
+    OFFLOADED,
+    ON_DEVICES,
     REDUCE_OVER_DP,
     REMAT,
     SEQUENCE_EXCHANGES,
     TP,
     GradReduce,
     KeepGathered,
+    Offloaded,
     ReduceOverDp,
     Remat,
     SequenceExchange,
@@ -67,6 +70,13 @@ class Execution:
         kind=str,
         choices=REMAT,
     )
+    offload: Literal["none", "optimizer", "masters"] = knob(
+        ON_DEVICES,
+        "execution",
+        "what of the training state stays in the host's memory: the optimizer's moments, or these and the parameters",
+        kind=str,
+        choices=(ON_DEVICES, *OFFLOADED),
+    )
     sequence_exchange: SequenceExchange | None = knob(
         None,
         "execution",
@@ -96,6 +106,11 @@ class Execution:
         """The fields that a model's configuration also has."""
         names = ("prefetch", "unroll", "keep_gathered", "grad_reduce", "remat", "sequence_exchange")
         return {**{name: getattr(self, name) for name in names}, "loss_chunk": self.loss_chunk or 0}
+
+    @property
+    def offloaded(self) -> Offloaded | None:
+        """The part of the state in the host's memory, as `TrainState.create` takes it."""
+        return None if self.offload == ON_DEVICES else self.offload
 
     def check_batch(self, batch: int, degrees: Mapping[str, int]) -> None:
         """Checks that every rank has the same number of sequences in each microbatch.

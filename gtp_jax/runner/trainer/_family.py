@@ -46,6 +46,7 @@ from ._log import Record
 from ._loop import Outcome
 from ._loss_chunk import choose_loss_chunk
 from ._meshes import Meshes, ReplicaLoader, make_meshes, without_sequence_parallelism
+from ._offloaded import check_offloaded
 from ._optimizer import learning_rate, on_this_process, optimizer_of
 from ._programs import memory_of
 from ._resume import resume_from
@@ -81,14 +82,23 @@ class FamilyTask(SettingsTask):
             model = dataclasses.replace(model, sequence_parallel=False)
         with use_roles(config.parallelism.roles), even_shares():
             self.meshes = make_meshes(planned, degrees, lambda rngs: config.adapt(build(model, rngs=rngs), rngs))
+        if config.execution.offloaded is not None and not self._uniform:
+            raise ValueError(
+                f"`offload` is {config.execution.offload!r}, but replicas continue at unequal degrees, and their step "
+                "updates a state on the devices. Pass `--offload none`, or more failed devices, so that degrees are "
+                "equal."
+            )
         check_terms(model, corpus)
         with even_shares():
             check_fits(config, model, self.meshes.mesh)
         self.model = model
         self._supervised = supervision is not None
         with self.scope():
-            self._held = held_of(abstract_state(config, model)[0], self.meshes.mesh)
-        check_held_fits(self._held)
+            like, optimizer = abstract_state(config, model)
+            self._held = held_of(like, self.meshes.mesh, offloads=config.execution.offloaded is not None)
+            check_held_fits(self._held)
+            if config.execution.offloaded is not None:
+                check_offloaded(like, optimizer)
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
@@ -114,7 +124,7 @@ class FamilyTask(SettingsTask):
     ) -> tuple[Job, TrainState, Callable[[], None]]:
         """Makes or restores the state and compiles the step; see `Task`."""
         config, model, corpus = self.config, self.model, self.corpus
-        recipe = config.step_recipe
+        made: Any = {"recipe": config.step_recipe, "offload": config.execution.offloaded}
         like, optimizer = abstract_state(config, model)
         source = watch.source(checkpoints, like)
         if begin.resume or config.from_ is not None:
@@ -129,16 +139,16 @@ class FamilyTask(SettingsTask):
             origin = Origin.of(resumed.extra, source.files(resumed.step), f"the checkpoint of step {resumed.step}")
             place = Place.to_continue(resumed.step, resumed.extra, config.steps, config.out)
         elif config.from_ is not None:
-            base = like if config.adapters is None else TrainState.create(_abstract_base(model), optax.identity())
+            base = TrainState.create(_abstract_base(model), optax.identity())
             params, origin = start_from(Path(config.from_), base, config.tokenizer)
             started = dataclasses.replace(base, params=params).model()
             adapted = config.adapt(started, nnx.Rngs(config.seed))
             take_codes_from(Path(config.from_), adapted)
-            state = TrainState.create(adapted, optimizer, recipe=recipe)
+            state = TrainState.create(adapted, optimizer, **made)
         else:
             watch.doing("initialize")
             fresh = init(lambda rngs: build(model, rngs=rngs), nnx.Rngs(config.seed))
-            state = TrainState.create(fresh, optimizer, recipe=recipe)
+            state = TrainState.create(fresh, optimizer, **made)
         if names_file(config.tokenizer) and not origin.has_tokenizer:
             origin = _with_tokenizer(origin, Path(config.tokenizer))
         if corpus.chat is not None and config.chat_template is not None:
@@ -265,7 +275,8 @@ def abstract_state(config: TrainConfig, model: ModelConfig) -> tuple[TrainState,
     """Returns an abstract state (shapes and shardings), to which a checkpoint can be restored, and the optimizer."""
     abstract = abstract_model(lambda rngs: config.adapt(build(model, rngs=rngs), rngs))
     optimizer = optimizer_of(config, abstract)
-    return TrainState.create(abstract, optimizer, recipe=config.step_recipe), optimizer
+    made: Any = {"recipe": config.step_recipe, "offload": config.execution.offloaded}
+    return TrainState.create(abstract, optimizer, **made), optimizer
 
 
 def _abstract_base(model: ModelConfig) -> nnx.Module:

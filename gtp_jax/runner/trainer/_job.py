@@ -10,6 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 from ... import hlo
+from ...mesh import on_device
 from ...models import evaluation_weights
 from ...recipes import Recipe
 from ...train import TrainState
@@ -119,8 +120,9 @@ class Job:
 
 
 def evaluated_state(state: TrainState) -> TrainState:
-    """Returns a state with its parameters replaced by the weights to evaluate.
+    """Returns a state with its parameters replaced by the weights to evaluate, in the memory of the devices.
 
-    With a schedule-free optimizer, these take as much memory as the parameters for as long as they are used.
+    With a schedule-free optimizer, and if they are kept on the host, these take as much memory as the parameters for as
+    long as they are used.
     """
-    return dataclasses.replace(state, params=_weights(state.params, state.opt_state))
+    return dataclasses.replace(state, params=on_device(_weights(state.params, state.opt_state)))

@@ -17,6 +17,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
+from ..._words import Offloaded
 from ...checkpoint import Checkpoints
 from ...mesh import Roles, of_all_processes, use_roles
 from ...recipes import Recipe
@@ -30,6 +31,7 @@ from ._held import Held, check_held_fits, held_of
 from ._job import Evaluation, Job, Metrics, Source
 from ._log import Record
 from ._loop import Outcome
+from ._offloaded import check_offloaded
 from ._optimizer import on_this_process
 from ._programs import Programs, memory_of
 from ._report import mesh_in_words, speed, train_loss
@@ -78,6 +80,7 @@ class Definition:
         microbatches: as in `train_step`.
         max_grad_norm: as in `train_step`.
         seed: the seed of rounding.
+        offload: what the host's memory holds, as in `TrainState.create`.
         loss_unit: the unit of losses; empty if it is unknown.
         shown: what the progress bar shows from the start.
     """
@@ -96,6 +99,7 @@ class Definition:
     microbatches: int
     max_grad_norm: float | None
     seed: int
+    offload: Offloaded | None
     loss_unit: str = ""
     shown: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
@@ -132,8 +136,11 @@ class ModelTask(Task):
         self.mesh = self.make_mesh()
         with self.scope():
             self.definition = self.define()
-            self._held = held_of(self._abstract_state()[0], self.mesh)
-        check_held_fits(self._held)
+            like, optimizer = self._abstract_state()
+            self._held = held_of(like, self.mesh, offloads=self.definition.offload is not None)
+            check_held_fits(self._held)
+            if self.definition.offload is not None:
+                check_offloaded(like, optimizer)
         self._check_same_data()
 
     def _check_same_data(self) -> None:
@@ -159,7 +166,11 @@ class ModelTask(Task):
     def _abstract_state(self) -> tuple[TrainState, optax.GradientTransformation]:
         model = self.definition.model.abstract()
         optimizer = self.definition.optimizer(model)
-        return TrainState.create(model, optimizer, recipe=self.definition.recipe), optimizer
+        return TrainState.create(model, optimizer, **self._made), optimizer
+
+    @property
+    def _made(self) -> dict[str, Any]:
+        return {"recipe": self.definition.recipe, "offload": self.definition.offload}
 
     def heading(self) -> str:
         """Returns the lines to print before the run."""
@@ -191,7 +202,7 @@ class ModelTask(Task):
                 print(done, flush=True)
         else:
             watch.doing("initialize")
-            state = TrainState.create(what.model.fresh(), optimizer, recipe=what.recipe)
+            state = TrainState.create(what.model.fresh(), optimizer, **self._made)
         watch.doing("compile")
         self._params = sum(map(math.prod, state.model_def.logical_shapes(state.params).values()))
         set_aside = (lambda: None) if resumed is None else resumed.set_aside

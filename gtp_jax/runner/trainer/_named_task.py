@@ -85,6 +85,7 @@ class NamedTask(SettingsTask, ModelTask):
             microbatches=microbatches,
             max_grad_norm=config.max_grad_norm,
             seed=config.seed,
+            offload=config.execution.offloaded,
         )
         if config.dataset is not None:
             first = self._data.batch(0)

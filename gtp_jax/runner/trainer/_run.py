@@ -205,8 +205,8 @@ def _reason(error: Exception) -> str:
     first = (str(error).splitlines() or [""])[0]
     if out_of_memory(error):
         return (
-            f"a device is out of memory ({first}). Use a smaller --batch, more --microbatches, or a higher --gtp, "
-            "which shards weights further; `gtp-jax inspect` shows what uses the memory"
+            f"a device is out of memory ({first}). Use a smaller --batch, more --microbatches, a higher --gtp, which "
+            "shards weights further, or --offload; `gtp-jax inspect` shows what uses the memory"
         )
     if isinstance(error, jax.errors.JaxRuntimeError):
         return f"communication failed, most likely because another process died ({first})"

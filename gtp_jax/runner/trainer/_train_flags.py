@@ -70,6 +70,9 @@ _FLOAT32 = "float32"
 # The factor of the default learning rate for each optimizer: Lion's updates are signs, which are larger than Adam's.
 _LR_FACTORS = {"adamw": 1.0, "lion": 0.2, "adafactor": 1.0, "muon": 1.0, _SCHEDULE_FREE: 1.0}
 
+# The optimizers whose updates read a whole array, not one element at a time, which `offload` requires.
+_NOT_ELEMENTWISE = ("adafactor", "muon")
+
 # The default learning rate of a model of others.
 _LR = 0.001
 
@@ -78,7 +81,7 @@ _OF_ANY_MODEL = ("loss", "dataset", "eval_dataset")
 _OF_FAMILIES = (
     *("preset", "from_", "dtype"),
     *(field.name for kind in (ModelSizes, ExpertOptions, AdapterOptions, Faults) for field in knobs(kind)),
-    *(field.name for field in knobs(Execution) if field.name != "microbatches"),
+    *(field.name for field in knobs(Execution) if field.name not in ("microbatches", "offload")),
     "pregathered_layers",
 )
 _OF_TEXT = ("data", "tokenizer", "follow_links", "text_field", "token_dtype", "packing", "chat_template", "loss_on")
@@ -371,6 +374,8 @@ class TrainConfig:
                 f"not moments: adafactor's is small, and schedule-free's are weights. Use one of "
                 f"{', '.join(_WITH_MOMENTS)}, or remove --optimizer-state."
             )
+        if self.execution.offloaded is not None:
+            self._check_offload()
         if self.weight_decay < 0:
             raise ValueError(f"`weight_decay` is {self.weight_decay}; it must be a number of at least 0.")
         if self.warmup is not None and self.warmup >= self.steps:
@@ -394,6 +399,19 @@ class TrainConfig:
             raise ValueError("--eval-dataset: this applies only with --dataset. Use --eval-data for text.")
         if self.dataset is not None and (refused := [flag_of(f) for f in given if f.name in _OF_TEXT]):
             raise ValueError(f"{', '.join(refused)}: this applies only to text. Remove it, or --dataset.")
+
+    def _check_offload(self) -> None:
+        """Refuses optimizers that do not update each element by itself."""
+        usable = ", ".join(name for name in _LR_FACTORS if name not in _NOT_ELEMENTWISE)
+        for wrong, what, remedy in (
+            (self.optimizer in _NOT_ELEMENTWISE, f"`optimizer` is {self.optimizer}", f"Use --optimizer {usable}"),
+            (self.optimizer_state != _FLOAT32, f"`optimizer_state` is {self.optimizer_state}", "Use float32 moments"),
+        ):
+            if wrong:
+                raise ValueError(
+                    f"`offload` is {self.execution.offload!r}, but {what}, which needs whole arrays, and arrays in the "
+                    f"host's memory are updated in blocks. {remedy}, or remove --offload."
+                )
 
     def _check_adapters(self) -> None:
         if self.from_ is None:

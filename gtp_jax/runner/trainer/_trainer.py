@@ -22,6 +22,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from ..._foreign import brief, printable
+from ..._words import Offloaded
 from ...mesh import Roles, current_roles, default_roles, make_mesh, of_all_processes
 from ...recipes import Recipe
 from ...train import Loss, TrainState, View, train_step
@@ -106,6 +107,7 @@ class Trainer:
         microbatches: the number of parts of a batch that run one after another.
         recipe: what is quantized, such as `gtp_jax.NVFP4()`.
         view: the view of the loss, as in `train_step`.
+        offload: what the host's memory holds between steps, as in `TrainState.create`.
         max_grad_norm: the norm to which larger gradients are scaled down; `None` for no limit.
         schedule: the optimizer's schedule of the learning rate, if it is to be logged.
         eval_data: batches to evaluate on, as `data`. The loss is computed in evaluation mode (`model.eval()`). Batches
@@ -151,6 +153,7 @@ class Trainer:
         microbatches: int = 1,
         recipe: Recipe | None = None,
         view: View = "global",
+        offload: Offloaded | None = None,
         max_grad_norm: float | None = None,
         schedule: Callable[[Any], Any] | None = None,
         eval_data: Any = None,
@@ -173,7 +176,7 @@ class Trainer:
         limits: Any = dict(steps=steps, microbatches=microbatches, max_grad_norm=max_grad_norm, seed=seed)
         limits |= dict(out=os.fspath(out), log_to=(log_to,) if isinstance(log_to, str) else log_to, grace=grace)
         limits |= dict(eval_every=eval_every, eval_batches=eval_batches, save_every=save_every, keep=keep)
-        limits |= dict(keep_best=keep_best, nonfinite=nonfinite, spike=spike)
+        limits |= dict(offload=offload, keep_best=keep_best, nonfinite=nonfinite, spike=spike)
         limits |= dict(nonfinite_in_a_row=nonfinite_in_a_row, max_rollbacks=max_rollbacks)
         with _in_python():
             settings = from_settings(TrainerOptions, limits)
@@ -348,6 +351,7 @@ class _ProgramTask(ModelTask):
             microbatches=options.microbatches,
             max_grad_norm=options.max_grad_norm,
             seed=options.seed,
+            offload=options.offload,
         )
 
     def _evaluation(self, model: nnx.Module, evaluate_batch: EvaluateBatch) -> Evaluation:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from ..._words import OFFLOADED, Offloaded
 from ..flags import as_tuple, check_knobs, knob, piece
 from ._divergence import Divergence
 from ._tracker import TRACKERS, check_trackers
@@ -22,6 +23,7 @@ class TrainerOptions:
     steps: int = knob(1000, _TRAINING, "number of optimizer steps")
     microbatches: int = knob(1, _TRAINING, "number of parts of a batch")
     max_grad_norm: float | None = knob(None, _TRAINING, "norm to clip gradients to", kind=float, above=0)
+    offload: Offloaded | None = knob(None, _TRAINING, "what the host's memory holds", kind=str, choices=OFFLOADED)
     seed: int = knob(0, _TRAINING, "seed", least=0, most=(1 << 32) - 1)
     divergence: Divergence = piece(Divergence)
     out: str = knob("gtp-run", OUTPUT, "directory", kind=str)
