@@ -25,6 +25,12 @@ class Fact(NamedTuple):
     source: str
 
 
+# Rates in steps with the state on the host, over PCIe 5 x16, which an H100 has too.
+_HOST_LINK = {
+    "host_link_ceiling": Fact(55e9, "B/s", f"{_ONE_H200}: 5.1 GB of parameters, copied to it alone"),
+    "host_link_both_ceiling": Fact(35e9, "B/s", f"{_ONE_H200}: 10.1 GB of moments, in blocks, both ways at once"),
+}
+
 # `ceiling` is the rate that a measurement reached, `peak` the rate of the datasheet. Rates of links are per direction.
 # The latency of a link is what each array of a collective takes beyond its bytes.
 CHIPS: Mapping[str, Mapping[str, Fact]] = {
@@ -44,6 +50,7 @@ CHIPS: Mapping[str, Mapping[str, Fact]] = {
         "memory_rate": Fact(4.8e12, "B/s", _H200),
         "memory_ceiling": Fact(4.1e12, "B/s", f"{_ONE_H200}: a copy of 256 MiB, read and written"),
         "link_peak": Fact(450e9, "B/s", f"{_H200}: NVLink 900 GB/s, both directions together"),
+        **_HOST_LINK,
         "host_link_peak": Fact(64e9, "B/s", f"{_H200}: PCIe Gen5, 128 GB/s, both directions together"),
         "link_ceiling": Fact(326e9, "B/s", f"{_MEASURED}: all-gather of 512 MB; 114e9 at 64 MB, 14e9 at 8 MB"),
         "link_latency": Fact(17e-6, "s", _LATENCY),
@@ -64,6 +71,7 @@ CHIPS: Mapping[str, Mapping[str, Fact]] = {
         "memory_rate": Fact(3.35e12, "B/s", _H100),
         "memory_ceiling": Fact(3.0e12, "B/s", _TWO_H100),
         "link_peak": Fact(450e9, "B/s", f"{_H100}: NVLink 900 GB/s, both directions together"),
+        **_HOST_LINK,
         "host_link_peak": Fact(64e9, "B/s", f"{_H100}: PCIe Gen5, 128 GB/s, both directions together"),
         "link_ceiling": Fact(329e9, "B/s", _TWO_H100),
         "link_latency": Fact(17e-6, "s", _LATENCY),

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from ..mesh import UPDATE_IN_BLOCKS
 from ._collectives import done
-from ._hlo import Instruction, Module, Shape
+from ._hlo import Computation, Instruction, Module, Shape
 from ._launch_order import Event
 
 TO_HOST, FROM_HOST = "to host", "from host"
 
 
 def host_copies(module: Module) -> tuple[Event, ...]:
-    """Returns the copies between a device and its host, in the order in which they are launched.
+    """Returns the copies of activations between a device and its host, in the order in which they are launched. Leaves
+    out those of a training state on the host, which are copies of the program's arguments and in its update.
 
     Their kind is `TO_HOST` or `FROM_HOST`, and their only shape is that of what is copied. Positions are those of
     `launch_order`, so that `LaunchOrder.under` says what runs meanwhile. Programs for a CPU have no such copies.
@@ -20,7 +22,7 @@ def host_copies(module: Module) -> tuple[Event, ...]:
     for at, visit in enumerate(visits):
         i = visit.instruction
         copied = _copied(i)
-        if copied is not None:
+        if copied is not None and not _is_of_state(i, visit.scope):
             kind, shape = copied
             waiting = done(i, visit.scope)
             end = next((other for other in range(at, len(visits)) if visits[other].instruction is waiting), at)
@@ -42,3 +44,8 @@ def _copied(instruction: Instruction) -> tuple[str, Shape] | None:
         *operands, result, _ = instruction.shapes
         return (TO_HOST, operands[1]) if result.on_host else (FROM_HOST, result)
     return None
+
+
+def _is_of_state(instruction: Instruction, scope: Computation) -> bool:
+    operand = scope.get(instruction.operands[0])
+    return UPDATE_IN_BLOCKS in instruction.op_name or (operand is not None and operand.opcode == "parameter")

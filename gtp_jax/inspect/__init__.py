@@ -2,6 +2,7 @@
 
 from ..runner.flags import FaultOptions as FaultOptions
 from ..runner.flags import InspectOptions as InspectOptions
+from ..runner.flags import MemoryOptions as MemoryOptions
 from ._breakdown import EXPOSED as EXPOSED
 from ._breakdown import IDLE as IDLE
 from ._breakdown import Breakdown as Breakdown
@@ -19,9 +20,13 @@ from ._inspection import inspect as inspect
 from ._life import LifeState as LifeState
 from ._life import Lives as Lives
 from ._life import WeightLife as WeightLife
+from ._memory_plan import Choice as Choice
+from ._memory_plan import MemoryPlan as MemoryPlan
+from ._memory_plan import plan_memory as plan_memory
 from ._report import as_json as as_json
 from ._report import as_text as as_text
 from ._share import StateShare as StateShare
+from ._state_memory import StateMemory as StateMemory
 from ._timeline import draw as draw
 from ._trace import KINDS as KINDS
 from ._trace import Op as Op

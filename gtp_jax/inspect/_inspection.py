@@ -24,6 +24,7 @@ from ..nn import abstract_model
 from ..runner.flags import InspectOptions
 from ..train import TrainState, train_step
 from ._explain import Explanation, explain
+from ._state_memory import StateMemory, state_memory
 
 _DEFAULT_DEVICES = 8
 _MAX_GRAD_NORM = 1.0
@@ -64,13 +65,14 @@ class Inspection:
         wire: how each weight is sent.
         exchanges: how tokens are sent to experts on other ranks.
         memory: the memory of the compiled step, in bytes per device.
+        state: where the state is between steps.
         collectives: the collectives of the compiled step.
         flops: the floating-point operations of a step over all devices, without recomputation.
         order: the order of launches; `None` without a target.
         timeline: the modelled times of the launches if NVLink joins all GPUs; `None` without a target.
         over_network: the modelled times with the network between hosts; `None` if the options do not describe it.
-        host_copies: the copies between the memories of a device and of its host; empty without a target.
-        host_bytes: the bytes that the step takes in the memory of the host, per device.
+        host_copies: the copies of activations between the memories of a device and of its host; empty without a target.
+        host_bytes: the bytes that the step takes in the memory of the host for them, per device.
         layer_flops: the floating-point operations of a layer's forward pass, per device and microbatch.
         compile_s: the compile time in seconds.
     """
@@ -83,6 +85,7 @@ class Inspection:
     wire: Explanation
     exchanges: tuple[TokenExchange, ...]
     memory: hlo.Memory
+    state: StateMemory
     collectives: tuple[hlo.Collective, ...]
     flops: int
     order: hlo.LaunchOrder | None
@@ -133,7 +136,7 @@ def inspect(options: InspectOptions) -> Inspection:
         )
         with even_shares():
             model = abstract_model(lambda rngs: build(config, rngs=rngs))
-        state = TrainState.create(model, optimizer, recipe=recipe)
+        state = TrainState.create(model, optimizer, recipe=recipe, offload=execution.offloaded)
         found = exchanges(model, recipe, tokens=batch * options.seq // (ranks * execution.microbatches))
         wire = explain(model, recipe)
         tokens = _batch(mesh, options.parallelism.roles, batch, options.seq)
@@ -156,6 +159,7 @@ def inspect(options: InspectOptions) -> Inspection:
         wire=wire,
         exchanges=found,
         memory=hlo.memory(compiled, params=state.params, opt_state=state.opt_state, frozen=state.frozen),
+        state=state_memory(state),
         collectives=tuple(hlo.collectives(module)),
         flops=hlo.step_flops(
             matmul_params=config.matmul_params(), tokens=tokens_per_step, layers=config.num_layers, **sizes

@@ -125,7 +125,12 @@ def _of_blocks(name: str, unit: OffloadingUnit, moved: Sequence[Sequence[Moved]]
     ranks = 1 if largest.per_device else degrees(unit.batch)
     tokens = max((math.prod(x.shape[:-1]) for x in largest.x if x.ndim > 1), default=0)
     return OffloadFact(
-        name, unit.remat, len(moved), _bytes(largest.arrays) // ranks, 2 * unit.elements * tokens / ranks, _chip()
+        name,
+        unit.remat,
+        len(moved),
+        _bytes(largest.arrays) // ranks,
+        2 * unit.elements * tokens / ranks,
+        chip_in_scope(),
     )
 
 
@@ -141,7 +146,7 @@ def _fact(name: str, stack: Stack, moved: Sequence[Moved]) -> OffloadFact:
         size = _bytes(inputs) // degrees(tuple(axes_of(into))) + _bytes(others) // degrees(roles.batch)
         shape = list(x.shape)
     flops = _flops(stack, shape) / (degrees(roles.batch) * degree(roles.tensor))
-    return OffloadFact(name, stack.remat, stack.length, size, flops, _chip())
+    return OffloadFact(name, stack.remat, stack.length, size, flops, chip_in_scope())
 
 
 def _axes_of_dim(spec: PartitionSpec, dim: int) -> tuple[str, ...]:
@@ -179,7 +184,7 @@ def _as_on_gpus() -> Iterator[None]:
         yield
 
 
-def _chip() -> str:
+def chip_in_scope() -> str:
     """Returns the chip of the mesh in scope, or an H200 if its rates are not known."""
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     kind = (jax.devices()[0] if device is None else device).device_kind.lower()

@@ -23,6 +23,7 @@ def as_text(inspection: Inspection) -> str:
         f"how weights are sent, recipe {inspection.options.quantization.summary}\n\n{inspection.wire}",
         *([_exchanges(inspection)] if inspection.exchanges else []),
         inspection.memory.table() + _capacity(inspection),
+        *([_state_on_host(inspection)] if inspection.options.execution.offloaded else []),
         *([_on_host(inspection)] if inspection.options.execution.remat in OFFLOADED else []),
         "collectives of one step\n\n" + hlo.table(inspection.collectives),
     ]
@@ -47,6 +48,7 @@ def as_json(inspection: Inspection) -> dict[str, Any]:
         "untouched": list(inspection.wire.untouched),
         "share": None if inspection.wire.share is None else dataclasses.asdict(inspection.wire.share),
         "memory": {**dataclasses.asdict(inspection.memory), "peak_bytes": inspection.memory.peak_bytes},
+        "state": _state(inspection),
         "host_bytes": inspection.host_bytes,
         "collectives": [{"count": count, **_collective(c)} for c, count in hlo.summary(inspection.collectives)],
     }
@@ -88,6 +90,13 @@ def _capacity(inspection: Inspection) -> str:
     memory_bytes = hlo.fact(target.chip, "memory").value
     share = inspection.memory.peak_bytes / memory_bytes
     return f"\n{share:.0%} of the {quantity(memory_bytes, 'B')} of an {target.chip}, by XLA's estimate"
+
+
+def _state_on_host(inspection: Inspection) -> str:
+    """Returns tables of the state in both memories, and of what a step copies."""
+    target = inspection.options.machine
+    table = inspection.state.table(None if target is None else target.chip)
+    return f"a state partly in the host's memory, offload {inspection.options.execution.offload}\n\n{table}"
 
 
 def _on_host(inspection: Inspection) -> str:
@@ -246,6 +255,11 @@ def _collective(c: hlo.Collective) -> dict[str, Any]:
         "result_bytes": c.result_bytes,
         "wire_bytes": c.wire_bytes,
     }
+
+
+def _state(inspection: Inspection) -> dict[str, Any]:
+    state, target = inspection.state, inspection.options.machine
+    return {**dataclasses.asdict(state), "copying_s": None if target is None else state.copying_s(target.chip)}
 
 
 def _modelled(line: hlo.Timeline) -> dict[str, Any]:

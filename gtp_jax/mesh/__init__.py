@@ -25,6 +25,7 @@ from ._hardware import supports_block_scaled_matmul as supports_block_scaled_mat
 from ._hardware import supports_fp8_matmul as supports_fp8_matmul
 from ._hardware import supports_grouped_matmul as supports_grouped_matmul
 from ._hardware import supports_packed_attention as supports_packed_attention
+from ._memory import UPDATE_IN_BLOCKS as UPDATE_IN_BLOCKS
 from ._memory import DeviceMemory as DeviceMemory
 from ._memory import device_memory as device_memory
 from ._memory import is_on_host as is_on_host

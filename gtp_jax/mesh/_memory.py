@@ -12,6 +12,9 @@ from ._processes import of_all_processes
 
 _MIB = 1 << 20
 
+# The scope in which a step updates the arrays of its state that are on the host.
+UPDATE_IN_BLOCKS = "update_in_blocks"
+
 
 class DeviceMemory(NamedTuple):
     """The memory of a process's first device, in bytes, as the minimum over all processes.

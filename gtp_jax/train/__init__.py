@@ -9,7 +9,9 @@ from ._finite import check_finite as check_finite
 from ._gradients import Computed as Computed
 from ._gradients import gradients as gradients
 from ._gradients import in_dtypes_of as in_dtypes_of
+from ._host_memory import available_bytes as available_bytes
 from ._host_memory import check_host as check_host
+from ._host_memory import may_leave as may_leave
 from ._jit import Jitted as Jitted
 from ._loss import Loss as Loss
 from ._loss import mean as mean

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -27,6 +28,11 @@ _BYTES_PER_PART = 2 << 30
 # XLA's limit for the pinned memory of a process, in GiB, and its default (xla/pjrt/gpu/gpu_helpers.cc).
 _LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 _DEFAULT_LIMIT = 64
+
+
+def may_leave(shape: Sequence[int]) -> bool:
+    """Returns whether `offload` keeps arrays of this shape on the host."""
+    return len(shape) > 1 and math.prod(shape) >= _LEAST_ELEMENTS
 
 
 def device_shapes(tree: Tree) -> Tree:
@@ -138,7 +144,7 @@ def choose(offload: Any, params: Tree, init: Callable[[Tree], Tree], model_def: 
     large = {
         path: leaf.shape
         for path, leaf in with_paths(params)
-        if leaf.ndim > 1 and leaf.size >= _LEAST_ELEMENTS and path not in model_def.update_rules
+        if may_leave(leaf.shape) and path not in model_def.update_rules
     }
     moves = lambda path, leaf: of_parameter(path, large) == leaf.shape  # noqa: E731
     of_optimizer = tuple(moves(path, leaf) for path, leaf in with_paths(jax.eval_shape(init, params)))
@@ -218,7 +224,7 @@ def _check_room(sizes: Iterable[int]) -> None:
     Raises:
         ValueError: if there is too little memory; the message says how much is needed.
     """
-    needed, free = sum(sizes), _available()
+    needed, free = sum(sizes), available_bytes()
     if free is not None and needed > free:
         raise ValueError(
             f"`offload` keeps {_gib(needed)} of the state in the memory of this host, which has {_gib(free)} "
@@ -232,7 +238,7 @@ def _check_room(sizes: Iterable[int]) -> None:
         )
 
 
-def _available() -> int | None:
+def available_bytes() -> int | None:
     """Returns the bytes of memory that this host has available; `None` where the system does not say."""
     try:
         with open("/proc/meminfo") as lines:

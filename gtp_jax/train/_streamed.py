@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..mesh import Path, is_on_host, of_parameter, with_paths
+from ..mesh import UPDATE_IN_BLOCKS, Path, is_on_host, of_parameter, with_paths
 from ._block_update import Trace, evaluated, needed, owners_of_blocks, traced
 from ._host_memory import device_shapes
 
@@ -139,7 +139,8 @@ def streamed(update: Update, gradients: Tree, opt_state: Tree, params: Tree, sca
             ]
 
         replaced = [own[1:] for own in arrays]
-        new = lax.fori_loop(0, count, body, [own[1:] for own in flat])
+        with jax.named_scope(UPDATE_IN_BLOCKS):
+            new = lax.fori_loop(0, count, body, [own[1:] for own in flat])
         return jax.tree.map(lambda array, like: array.reshape(like.shape), new, replaced)
 
     arrays = [[leaves[n] for n in group.inputs] for group in groups]

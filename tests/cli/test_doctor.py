@@ -12,9 +12,9 @@ from messages import naming
 
 from gtp_jax.native import _library
 from gtp_jax.runner.cli import _doctor_collectives as collectives
+from gtp_jax.runner.cli import _doctor_host_link, main
 from gtp_jax.runner.cli import _doctor_report as _doctor
 from gtp_jax.runner.cli import _doctor_versions as versions
-from gtp_jax.runner.cli import main
 from gtp_jax.train import Nccl
 
 
@@ -25,7 +25,18 @@ def test_machine_that_passes_these_tests_is_well(capsys):
     for name in ("python", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "devices", "CUDA", "tokenizers"):
         assert f" {name} " in printed
     assert "8 x virtual CPU devices" in printed and "ppermute: results are correct" in printed
+    assert re.search(r"\n-   host link +no GPU", printed)
+    assert re.search(r"\nxla_gpu_enable_command_buffer +none +offload ", printed)
     assert "Training works here" in printed
+
+
+def test_copies_to_the_host_are_timed_with_what_fits_into_its_memory(monkeypatch):
+    monkeypatch.setattr(_doctor_host_link, "available_bytes", lambda: 1 << 23)
+    found = _doctor_host_link.measured(jax.devices()[0])
+    assert found.status == "ok" and re.search(naming("each way at once (1.05 MB) --offload masters"), found.found)
+    monkeypatch.setattr(_doctor_host_link, "available_bytes", lambda: 1 << 22)
+    found = _doctor_host_link.measured(jax.devices()[0])
+    assert found.status == "optional" and "524 kB" in found.found and found.remedy
 
 
 @pytest.fixture

@@ -57,6 +57,18 @@ def test_frozen_weights_have_a_part_of_their_own():
     assert "\nfrozen" in found.table() and "\nfrozen" not in without.table()
 
 
+def test_a_state_on_the_host_has_a_part_of_its_own_that_the_peak_does_not_count():
+    mesh = cpu_mesh(gtp=8)
+    near = array(mesh, (64, SIZE), P("gtp"), jnp.float32)
+    away = jax.ShapeDtypeStruct(near.shape, near.dtype, sharding=near.sharding.with_memory_kind("pinned_host"))
+    compiled = jax.jit(lambda p, m: (p + jax.device_put(m, jax.memory.Space.Device), m)).lower(near, away).compile()
+    found = hlo.memory(compiled, params=near, opt_state=away)
+    size = 64 * SIZE * 4 // 8
+    assert (found.weights_bytes, found.optimizer_bytes, found.host_bytes, found.other_bytes) == (size, 0, size, 0)
+    assert found.peak_bytes == sum(vars(found).values()) - size
+    assert "\non its host" in found.table() and hlo.bytes_on_host((near, away)) == size
+
+
 def test_bytes_of_a_leaf_are_those_of_its_shard():
     mesh = cpu_mesh(dp=2, gtp=4)
     tree = {"cut": array(mesh, (16, 8), P("gtp"), jnp.bfloat16), "whole": array(mesh, (5,), P(), jnp.float32)}

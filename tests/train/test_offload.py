@@ -190,7 +190,7 @@ def test_what_offload_cannot_do_is_refused_when_the_state_is_made(monkeypatch):
             model = abstract_model(lambda rngs: Dense(300, 515, rngs=rngs))
         with pytest.raises(ValueError, match="'kernel', which is stored padded"):
             gtp.TrainState.create(model, optax.adam(1e-3), offload="optimizer")
-        monkeypatch.setattr("gtp_jax.train._host_memory._available", lambda: 1 << 20)
+        monkeypatch.setattr("gtp_jax.train._host_memory.available_bytes", lambda: 1 << 20)
         with pytest.raises(ValueError, match=r"keeps .* of the state in the memory of this host, which has 0\.0 GiB"):
             gtp.TrainState.create(model_of(), optax.adam(1e-3), offload="masters")
 

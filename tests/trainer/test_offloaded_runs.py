@@ -127,7 +127,7 @@ def test_failed_devices_and_a_supervisor_are_refused_where_replicas_may_be_unequ
     ("optimizer", "place", "value", "message"),
     [
         (optax.lamb(1e-3), None, None, "`offload` blocks whole `optax.adamw`"),
-        (optax.adamw(1e-3), "_available", lambda: 1 << 16, "`offload` memory of this host 0.0 GiB available"),
+        (optax.adamw(1e-3), "available_bytes", lambda: 1 << 16, "`offload` memory of this host 0.0 GiB available"),
         (optax.adamw(1e-3), "_KIND", "unheard_of", "`offload` 'masters' 'unheard_of' 'cpu' 'pinned_host'"),
     ],
     ids=["an update that is not elementwise", "a host without room", "a platform without pinned memory"],

@@ -16,6 +16,7 @@ from ...mesh import choose_devices, has_gpu, supports_grouped_matmul
 from ...ops import lacks_blocked_product
 from ...train import (
     GPU_OPTIONS,
+    GPU_OPTIONS_WITH_COPIES,
     GPU_OPTIONS_WITH_FP8,
     GPU_OPTIONS_WITH_OLD_NCCL,
     GPU_OPTIONS_WITH_TP,
@@ -26,6 +27,7 @@ from ...train import (
 )
 from ..trainer import VIRTUAL_DEVICES
 from ._doctor_collectives import check_collectives, check_processes
+from ._doctor_host_link import check_host_link
 from ._doctor_versions import CUDA, misfits, nccl, numbers
 from ._finding import Finding, first_line
 
@@ -94,6 +96,7 @@ def _devices() -> Iterator[Finding]:
     if gpu and len(devices) > 1:
         yield check_processes(len(devices))
     yield _gpu(gpu, plugin)
+    yield check_host_link(devices[0])
     if gpu:
         yield nccl(find_nccl(), too_old=nccl_is_too_old())
 
@@ -175,6 +178,7 @@ def _options() -> Iterator[tuple[str, str, str, str]]:
     ]
     listed += [(name, option, "tp > 1") for name, option in GPU_OPTIONS_WITH_TP.items()]
     listed += [(name, option, "FP8 matmuls") for name, option in GPU_OPTIONS_WITH_FP8.items()]
+    listed += [(name, option, "offload") for name, option in GPU_OPTIONS_WITH_COPIES.items()]
     if nccl_is_too_old():
         listed += [(name, option, "always") for name, option in GPU_OPTIONS_WITH_OLD_NCCL.items()]
     for name, (value, reason), where in listed:
@@ -189,6 +193,7 @@ def _options() -> Iterator[tuple[str, str, str, str]]:
 def _accepted_options() -> Finding:
     name = "XLA options"
     options = [*GPU_OPTIONS.items(), *GPU_OPTIONS_WITH_TP.items(), *GPU_OPTIONS_WITH_FP8.items()]
+    options += GPU_OPTIONS_WITH_COPIES.items()
     options += GPU_OPTIONS_WITH_OLD_NCCL.items() if nccl_is_too_old() else ()
     unknown = sorted({known for known, option in options if not accepts(known, option.value)})
     if not unknown:

@@ -20,9 +20,8 @@ examples:
   gtp-jax train --preset 1b --seq 2048  on the machine's GPUs
   gtp-jax generate gtp-run --prompt "def "
   gtp-jax elastic show gtp-run          what failed in a run with --elastic, and what it cost
-  gtp-jax inspect --preset 8b --target h200:8
-                                        what a step costs on GPUs, on a machine that has none
-  gtp-jax plan-faults --tp 8 --failed-devices 3
+  gtp-jax inspect --target h200:8       what a step costs on GPUs, on a machine that has none
+  gtp-jax plan-memory 8b                with which options a model fits on GPUs
   gtp-jax checkpoint verify gtp-run     checks that no byte of a run's checkpoints has changed
   gtp-jax convert export gtp-run hf     its weights as Hugging Face's safetensors; also import
   gtp-jax bench step                    a training step here and in its rivals; also collectives, kernels, checkpoint
@@ -37,12 +36,13 @@ examples:
 _COMMANDS = {
     "train": "train a Llama on text",
     "generate": "continue text with a trained or an imported model",
-    "elastic": "show what happened in a run with --elastic, and bring a device back to it",
+    "elastic": "show a run with --elastic, and bring a device back to it",
     "inspect": "show what a step costs on a mesh, without allocating the model",
+    "plan-memory": "show with which options a model fits on GPUs",
     "plan-faults": "plan how a run continues without some devices",
     "checkpoint": "list, show, verify and compare checkpoints",
     "convert": "import and export Hugging Face models",
-    "bench": "measure a training step, kernels, recipes or checkpoints, and compare them with alternatives",
+    "bench": "measure steps, kernels, recipes or checkpoints, and their rivals",
     "profile": "draw what the devices do during one training step",
     "replay": "repeat a step on two placements: is it the program or a device?",
     "doctor": "report what is installed, what is missing, and what to do",

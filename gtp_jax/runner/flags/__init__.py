@@ -16,6 +16,7 @@ from ._knobs import knob as knob
 from ._knobs import knobs as knobs
 from ._knobs import piece as piece
 from ._knobs import settings_of as settings_of
+from ._memory_options import MemoryOptions as MemoryOptions
 from ._model_sizes import ModelSizes as ModelSizes
 from ._model_sizes import sizes_of as sizes_of
 from ._parallelism import Parallelism as Parallelism
