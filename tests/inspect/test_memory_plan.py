@@ -92,7 +92,7 @@ def test_targets_degrees_and_fractions_that_are_none_are_refused_by_name(monkeyp
 @pytest.mark.full
 @needs_target
 def test_an_inspection_tells_the_state_on_the_host_from_activations_there():
-    """The copies of the compiled program are counted, beside the bytes of the shapes."""
+    """Counts the copies of activations in the compiled program, with a state on the host and without one."""
     sizes = ModelSizes(hidden_size=512, num_layers=2, num_heads=8, num_kv_heads=8, intermediate_size=1024)
     options: Any = dict(preset="tiny", target="h200:2", seq=256, sizes=sizes)
     found = inspect(InspectOptions(**options, execution=Execution(offload="masters", remat="offload")))
