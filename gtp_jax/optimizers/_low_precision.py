@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax.traverse_util import unflatten_dict
+from jax import lax
 
 from .._words import MOMENTS, Moments
 from ..mesh import Path, with_paths
@@ -96,7 +97,9 @@ def low_precision(
         return jax.tree.unflatten(jax.tree.structure(state.inner_state), leaves)
 
     def init(params: Tree) -> Any:
-        return encode(inner.init(params), params, jnp.zeros((), jnp.int32))
+        # without the barrier, XLA computes the codes of constants, element by element, while it compiles
+        state, count = lax.optimization_barrier((inner.init(params), jnp.zeros((), jnp.int32)))
+        return encode(state, params, count)
 
     def update(updates: Tree, state: Any, params: Tree = None, **extra: Any) -> tuple[Tree, Any]:
         if params is None:
