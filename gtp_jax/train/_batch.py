@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from typing import Any
 
 import jax
@@ -23,7 +24,7 @@ def shard_batch(batch: Tree, roles: Roles) -> Tree:
     """Shards each array of the batch over the ranks, so that XLA shards the values computed from it too: dimension 0
     over the axes of the batch, and dimension 1 over the axis `sequence`, except in arrays of which every rank reads
     whole sequences (`WHOLE`). Scalars, and dimensions that the ranks cannot divide evenly, stay as they are. Without a
-    mesh, so do all arrays."""
+    mesh, so do all arrays. Warns of an array whose dimension 0 the ranks cannot divide."""
     return jax.tree_util.tree_map_with_path(lambda path, a: _divided(path, jnp.asarray(a), roles, 0), batch)
 
 
@@ -49,7 +50,16 @@ def name_of(path: Any) -> Any:
 
 
 def _divided(path: Any, batch: jax.Array, roles: Roles, dim: int) -> jax.Array:
-    if jax.sharding.get_abstract_mesh().empty or batch.ndim <= dim or batch.shape[dim] % degrees(roles.batch):
+    if jax.sharding.get_abstract_mesh().empty or batch.ndim <= dim:
+        return batch
+    if batch.shape[dim] % (ranks := degrees(roles.batch)):
+        parts = "" if dim == 0 else " of each microbatch"
+        warnings.warn(
+            f"`batch`{jax.tree_util.keystr(path)} has {batch.shape[dim]} rows{parts}, which the {ranks} ranks of "
+            f"{' x '.join(roles.batch)} cannot divide evenly. The step is right, but slow: ranks repeat work. Make "
+            f"batches of a multiple of {ranks} rows{' per microbatch' if dim else ''}.",
+            stacklevel=2,
+        )
         return batch
     axis = sequence_axis(roles, batch.ndim - dim + 1)
     along = axis is not None and name_of(path) not in WHOLE and batch.shape[dim + 1] % degree(axis) == 0

@@ -58,7 +58,7 @@ def evaluate(loss: Loss, model: Any, batch: Tree, *, has_aux: bool) -> Returned:
         if not isinstance(returned, tuple) or len(returned) != 2:
             raise TypeError(
                 "with `has_aux=True`, `loss` must return a pair (loss, aux), where `loss` is a scalar or (sum of token "
-                f"losses, number of tokens); it returned {_described(returned)}."
+                f"losses, number of tokens); it returned {_described(returned)}"
             )
         returned, aux = returned
     if isinstance(returned, tuple) and len(returned) == 2 and all(map(_is_scalar, returned)):
@@ -67,13 +67,15 @@ def evaluate(loss: Loss, model: Any, batch: Tree, *, has_aux: bool) -> Returned:
         raise TypeError(
             "`loss` must return a scalar, such as a mean; or two scalars, (sum of token losses, number of tokens), "
             "such as `gtp_jax.cross_entropy(logits, targets)`, whose quotient a step takes over the whole batch. "
-            f"It returned {_described(returned)}. If it returns more than its loss, pass `has_aux=True`."
+            f"It returned {_described(returned)} If it returns more than its loss, pass `has_aux=True`."
         )
     return Returned(wide(_float(returned)), None, _arrays(aux))
 
 
 def _is_scalar(returned: Any) -> bool:
-    return jax.tree_util.treedef_is_leaf(jax.tree.structure(returned)) and jnp.shape(returned) == ()
+    if returned is None or not jax.tree_util.treedef_is_leaf(jax.tree.structure(returned)):
+        return False
+    return jnp.shape(returned) == ()
 
 
 def _called(loss: Loss, model: Any, batch: Tree) -> Any:
@@ -161,4 +163,9 @@ def _float(value: Any) -> jax.Array:
 
 
 def _described(returned: Any) -> str:
-    return f"{type(returned).__name__} of shapes {jax.tree.map(jnp.shape, returned)}"
+    """Returns the end of a sentence that says what was returned."""
+    if returned is None:
+        return "None: is a `return` missing?"
+    if isinstance(returned, jax.Array):
+        return f"an array of shape {returned.shape}."
+    return f"{type(returned).__name__} of shapes {jax.tree.map(jnp.shape, returned)}."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,10 +17,12 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._words import Offloaded
+from ..hook import has_weights_to_shard
 from ..layout import row_blocks_shape, row_blocks_spec
 from ..mesh import (
     Path,
     check_mesh_in_scope,
+    degrees,
     is_on_host,
     mesh_of_devices,
     of_parameter,
@@ -81,8 +84,9 @@ class TrainState:
         offload: Offloaded | None = None,
     ) -> TrainState:
         """Returns the state at step 0. Allocates nothing if the model is abstract (see `abstract_model`). Warns if the
-        optimizer treats the layers of a `Stack` as one tensor (see `per_layer`); and, unless the model is abstract, if
-        there are several devices but no mesh in scope.
+        optimizer treats the layers of a `Stack` as one tensor (see `per_layer`); if no weight is sharded although the
+        mesh has an axis that shards weights; and, unless the model is abstract, if there are several devices but no
+        mesh in scope.
 
         Args:
             model: the model.
@@ -101,8 +105,10 @@ class TrainState:
                 a `per_layer` in the optimizer cannot be mapped over layers, or if this is called while JAX traces; if
                 `offload` is an unknown word, or the host has too little memory for it or none that is pinned, or a
                 weight is stored padded, or the model is abstract and no mesh is in scope.
-            TypeError: if `optimizer` is not an optax optimizer, or `recipe` is not a recipe.
+            TypeError: if `optimizer` is not an optax optimizer, `recipe` is not a recipe, or `model` is a class or a
+                state.
         """
+        _check_model(model)
         check_optimizer(optimizer)
         check_recipe(recipe)
         abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(nnx.state(model)))
@@ -111,6 +117,12 @@ class TrainState:
         scaling: Any = first_scaling(model, recipe)
         model_def, params, model_state, frozen = split_model(model)
         warn_of_layers_as_one(optimizer, model_def, params)
+        if (ranks := degrees(model_def.roles.weights)) > 1 and has_weights_to_shard(model):
+            warnings.warn(
+                f"no weight of this model is sharded over {' x '.join(model_def.roles.weights)}, of degree {ranks}: "
+                "every device holds the whole model. Pass it through `gtp_jax.shard(model)` first.",
+                stacklevel=2,
+            )
         specs = state_specs(model_def, optimizer, params, scaling)
         optimizer = of_model(optimizer, model_def)
         away = choose(offload, params, optimizer.init, model_def, mesh)
@@ -162,6 +174,12 @@ def check_state(state: Any) -> None:
             f"`state` is a {type(state).__name__}; it must be a `gtp_jax.TrainState`, such as "
             "`gtp_jax.TrainState.create(model, optimizer)` makes."
         )
+
+
+def _check_model(model: Any) -> None:
+    if isinstance(model, (type, TrainState)):
+        what = f"the class {model.__name__}" if isinstance(model, type) else "a `TrainState`"
+        raise TypeError(f"`model` is {what}; it must be an `nnx.Module`, such as `Model(nnx.Rngs(0))`.")
 
 
 def state_specs(

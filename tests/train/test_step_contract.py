@@ -122,6 +122,45 @@ def test_weight_decay_moves_weights_in_a_batch_without_tokens_unless_it_is_skipp
     assert float(metrics["loss"]) == float(metrics["grad_norm"]) == 0
 
 
+class Stock(nnx.Module):
+    def __init__(self, rngs):
+        self.layer = nnx.Linear(256, 128, rngs=rngs)
+
+    def __call__(self, x):
+        return self.layer(x)
+
+
+def test_a_model_that_is_not_sharded_is_warned_of_and_a_class_or_a_state_is_refused_as_a_model():
+    with jax.set_mesh(gtp.make_mesh(gtp=8)):
+        abstract = gtp.nn.abstract_model(Stock)
+        with pytest.warns(UserWarning, match="no weight of this model is sharded over gtp, of degree 8"):
+            state = gtp.TrainState.create(abstract, SGD)
+        with pytest.raises(TypeError, match=naming("`model` class Stock `nnx.Module`")):
+            gtp.TrainState.create(Stock, SGD)  # pyright: ignore[reportArgumentType]
+        with pytest.raises(TypeError, match=naming("`model` `TrainState`")):
+            gtp.TrainState.create(state, SGD)
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [(lambda model, x: None, "`loss` None `return`"), (lambda model, x: model(x)[:, 0], "`loss` array shape 12")],
+    ids=["nothing", "a loss for each row"],
+)
+def test_a_loss_that_returns_no_number_is_refused_by_what_it_returned(loss, said):
+    state = gtp.TrainState.create(gtp.nn.abstract_model(Stock), SGD)
+    with pytest.raises(TypeError, match=naming(said)):
+        gtp.train_step(loss, SGD).lower(state, jax.ShapeDtypeStruct((12, 256), jnp.float32))  # pyright: ignore
+
+
+@pytest.mark.parametrize(("microbatches", "rows"), [(1, 12), (3, 4)])
+def test_a_batch_that_the_ranks_cannot_divide_is_warned_of(microbatches, rows):
+    with jax.set_mesh(gtp.make_mesh(dp=2, gtp=4)):
+        state = gtp.TrainState.create(gtp.nn.abstract_model(Stock), SGD)
+        step = gtp.train_step(lambda model, x: jnp.mean(model(x)), SGD, microbatches=microbatches)
+        with pytest.warns(UserWarning, match=f"`batch` has {rows} rows.* 8 ranks of dp x gtp"):
+            step.lower(state, jax.ShapeDtypeStruct((12, 256), jnp.float32))  # pyright: ignore
+
+
 def test_a_batch_of_nothing_is_refused():
     with jax.set_mesh(gtp.make_mesh(gtp=4, tp=2)):
         state = make_state()
