@@ -34,7 +34,7 @@ examples:
 
 # The commands, with their lines of help. The module of a command has its name.
 _COMMANDS = {
-    "train": "train a Llama on text",
+    "train": "train a language model, or a model of your own",
     "generate": "continue text with a trained or an imported model",
     "elastic": "show a run with --elastic, and bring a device back to it",
     "inspect": "show what a step costs on a mesh, without allocating the model",
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     # no flag before the command takes a value
     command = next((word for word in words if not word.startswith("-")), "")
-    args = parser([command]).parse_args(words)
+    args = parser([command]).parse_args(words or ["--help"])
     from ._run import run  # imports JAX, without which `--help` and misspelt commands are quick
 
     return run(args)
