@@ -48,7 +48,8 @@ def make_mesh(
 
     Raises:
         TypeError: if there is another argument; the message names the axis that it may mean.
-        ValueError: if a degree is not a whole number of at least 1, or their product is not the number of devices.
+        ValueError: if a degree is not a whole number of at least 1, or their product is not the number of devices, or,
+            without `dp`, does not divide it.
     """
     for name, value in others.items():
         means = [f" Did you mean `{axis}={brief(value)}`?" for axis, names in _ALSO_CALLED.items() if name in names]
@@ -60,6 +61,13 @@ def make_mesh(
         )
     array = np.asarray(jax.devices() if devices is None else devices, dtype=object).reshape(-1)
     sizes = fill_degrees({DP: dp, GTP: gtp, **rare_degrees(cp=cp, ep=ep), TP: tp}, array.size)
+    given = {name: size for name, size in sizes.items() if size > 1 and not (name == DP and dp is None)}
+    if dp is None and array.size % math.prod(given.values()):
+        words = " x ".join(f"{name} {size}" for name, size in given.items())
+        raise ValueError(
+            f"{words} = {math.prod(given.values())}, which does not divide the {array.size} devices. Choose degrees "
+            "whose product does, and `dp` is the rest, or pass `devices`."
+        )
     check_degrees(sizes, array.size, remedy=", or pass `devices`")
     shape, names = tuple(sizes.values()), tuple(sizes)
     types = (AxisType.Auto,) * len(names)

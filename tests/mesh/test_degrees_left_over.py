@@ -23,10 +23,14 @@ def test_the_open_degree_fills_the_devices_where_it_can(devices, open_axis):
 
 
 def test_a_product_that_is_not_the_number_of_devices_is_refused_with_both():
-    for call in (lambda: check_degrees({"dp": 1, "gtp": 3, "tp": 2}, 8), lambda: gtp.make_mesh(gtp=3, tp=2)):
-        with pytest.raises(ValueError, match=naming("dp 1 gtp 3 tp 2 6 8 Choose")):
+    for call in (
+        lambda: check_degrees({"dp": 1, "gtp": 3, "tp": 2}, 8),
+        lambda: gtp.make_mesh(dp=1, gtp=3, tp=2),
+        lambda: gtp.make_mesh(gtp=3, tp=2),  # names no `dp`, which was not given
+    ):
+        with pytest.raises(ValueError, match=naming("gtp 3 tp 2 6 8 Choose")):
             call()
-    with pytest.raises(ValueError, match=naming("dp 1 gtp 4 tp 1 4 2")):
+    with pytest.raises(ValueError, match=naming("gtp 4 2 devices divide")):
         gtp.make_mesh(gtp=4, devices=jax.devices()[:2])
 
 
