@@ -65,19 +65,20 @@ def _is_count(value: Any, least: int) -> bool:
 class Segment:
     """Layers `start` to `stop` (exclusive) of one stage.
 
-    If the layers are unrolled, `loop` is 0. Otherwise, it is the number of layers in the body of the loop that runs
-    them.
+    Attributes:
+        stage: the number of the stage.
+        start: the first layer.
+        stop: the layer after the last.
+        loop: the number of layers in the body of the loop that runs them; 0 if they are unrolled.
+        divides_late: whether an iteration of backward divides the gradient that the one before it has reduced; see
+            `plan`.
     """
 
     stage: int
     start: int
     stop: int
     loop: int = 0
-
-    @property
-    def divides_late(self) -> bool:
-        """Whether an iteration of backward divides the gradient that the one before it has reduced; see `plan`."""
-        return self.loop == 1
+    divides_late: bool = False
 
 
 def segments(lengths: list[int], schedule: Schedule, kept: int, divides: Sequence[bool]) -> list[Segment]:
@@ -103,13 +104,14 @@ def segments(lengths: list[int], schedule: Schedule, kept: int, divides: Sequenc
     for stage, length in enumerate(lengths):
         body = length if schedule.unroll == "full" else schedule.unroll
         kept_here = min(length, max(0, kept - (total - before - length)))
-        tail = max(body, 0 if kept_here == length else kept_here, 2 if divides[stage] else 1)
+        late = divides[stage] and body == 1
+        tail = max(body, 0 if kept_here == length else kept_here, 2 if late else 1)
         if length <= tail + 1:
             stretches.append(Segment(stage, 0, length))
         else:
             stretches += [
                 Segment(stage, 0, 1),
-                Segment(stage, 1, length - tail, body),
+                Segment(stage, 1, length - tail, body, late),
                 Segment(stage, length - tail, length),
             ]
         before += length

@@ -77,12 +77,13 @@ def test_every_layer_is_gathered_before_it_is_computed_and_reduced_once(lengths,
         assert most <= (2 if schedule.prefetch else 1)
 
 
+@pytest.mark.parametrize("others", [False, True])  # whether the stages that are not loops divide, or the loops
 @pytest.mark.parametrize("schedule", [one for one in SCHEDULES if one.prefetch], ids=str)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_each_gather_and_sum_runs_under_the_neighbouring_layer_and_in_a_loop_of_single_layers_the_sums_are_of_two(
-    lengths, schedule
+    lengths, schedule, others
 ):
-    divides = [length > 1 for length in lengths]
+    divides = [(length > 1) is not others for length in lengths]
     found, order = plan(lengths, schedule, divides=divides), layers(lengths)
     loops = [event for event in found.backward if isinstance(event, Loop)]
     looped = {(loop.stage, layer) for loop in loops for layer in range(loop.start, loop.stop)}
