@@ -219,9 +219,10 @@ class Terms:
         )
 
     def _constant(self, value: Any) -> Value:
-        is_key = jnp.issubdtype(getattr(value, "dtype", np.float32), jax.dtypes.prng_key)
-        array = value if is_key else np.asarray(value)
-        text = str(array) if math.prod(array.shape) <= 64 else f"array {id(value)}"
+        opaque = jnp.issubdtype(getattr(value, "dtype", np.float32), jax.dtypes.prng_key)
+        traced = isinstance(value, jax.core.Tracer)  # a rate that is injected, for example
+        array = value if opaque or traced else np.asarray(value)
+        text = str(array) if math.prod(array.shape) <= 64 and not traced else f"array {id(value)}"
         return Value(self._number("literal", text))
 
     def _number(self, *term: Hashable) -> int:

@@ -99,6 +99,9 @@ PER_LAYER = {
     "within multi_transform": lambda each: optax.multi_transform(
         {"muon": each(muon()), "other": each(optax.lamb(0.1))}, labels
     ),
+    "with an injected rate": lambda each: optax.inject_hyperparams(lambda learning_rate: each(muon(learning_rate)))(
+        0.1
+    ),
     "around MultiSteps": lambda each: each(in_parts(optax.lamb(0.1))),
     "within MultiSteps": lambda each: in_parts(each(optax.lamb(0.1))),
 }
@@ -169,7 +172,7 @@ def test_a_warning_names_the_optimizers_whose_updates_are_not_those_of_a_list(na
     assert difference > 1e-5 if as_one else difference < 1e-10
 
 
-@pytest.mark.parametrize("name", others_full(PER_LAYER, ["in a chain", "within multi_transform"]))
+@pytest.mark.parametrize("name", others_full(PER_LAYER, ["with an injected rate", "within multi_transform"]))
 def test_per_layer_is_the_optimizer_on_a_list_of_layers(name, model):
     make, params = PER_LAYER[name], params_of(model)
     gradients = gradients_of(params)
