@@ -61,7 +61,7 @@ def choose(model: nnx.Module, blocks: Blocks | None, is_weight: Callable[[Any], 
         is_weight: a function that returns whether a node of the model is the variable of a weight to shard.
 
     Raises:
-        ValueError: if no module matches `blocks`, or, by default, if the model has no such list.
+        ValueError: if no module matches `blocks`, or an entry of it, or, by default, if the model has no such list.
         TypeError: if `blocks` has the wrong type.
     """
     modules, names = dict(in_order(model)), names_of(model)
@@ -70,8 +70,10 @@ def choose(model: nnx.Module, blocks: Blocks | None, is_weight: Callable[[Any], 
         chosen = _longest_lists(heavy, names)
     else:
         chosen = _named(blocks, modules, names)
-    if not chosen:
-        raise ValueError(_none_matches(blocks, modules, _longest_lists(heavy, names)))
+    entries = blocks if isinstance(blocks, tuple) else ()
+    missing = [one for one in entries if not _named(one, modules, names)]
+    if missing or not chosen:
+        raise ValueError(_none_matches(missing[0] if missing else blocks, modules, _longest_lists(heavy, names)))
     chosen_modules = {id(modules[path]) for path in chosen}
     blocks_names = [name for path in chosen for name in names[id(modules[path])]]
     outside = {
@@ -246,4 +248,4 @@ def _none_matches(blocks: Any, modules: dict[ModulePath, nnx.Module], listed: li
     first = ", ".join(map(name_of, listed[:3])) + (", ..." if len(listed) > 3 else "")
     pattern = f"{name_of(listed[0][:-1])}.".lstrip(".") + re.sub(r"\d+$", "*", str(listed[0][-1])) if listed else ""
     default = f" Without `blocks`, the blocks are {first}; {pattern!r} matches the first of these." if listed else ""
-    return f"`blocks` is {blocks!r}, which matches no module of the model. Its modules are {shown or 'none'}.{default}"
+    return f"`blocks` has {blocks!r}, which matches no module of the model. Its modules are {shown or 'none'}.{default}"

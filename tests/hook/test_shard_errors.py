@@ -67,6 +67,7 @@ CASES = {
     "a model of another type": (dict, {}, "`model` dict `nnx.Module`"),
     "blocks of another type": (make, dict(blocks=3, min_size=64), "`blocks` 3 pattern"),
     "one of several blocks": (make, dict(blocks=("blocks.*", 3), min_size=64), "`blocks` ('blocks.*', 3) 3 allowed"),
+    "a typo in several": (make, dict(blocks=("blocks.*", "blokcs.*"), min_size=64), "`blocks` 'blokcs.*' no module"),
     "no blocks": (make, dict(blocks=(), min_size=64), "`blocks` () tuple"),
 }
 
