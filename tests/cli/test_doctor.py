@@ -123,6 +123,13 @@ def test_versions_that_were_not_released_together_are_named():
         assert found.status == "optional"
 
 
+def test_an_xla_that_computed_wrong_gradients_is_named_on_gpus():
+    (found,) = versions.gradients(TOGETHER, gpu=True)
+    assert found.status == "optional" and re.search(naming("0.12.0.1 gradients docs/install.md"), found.found)
+    assert not list(versions.gradients(TOGETHER, gpu=False))
+    assert not list(versions.gradients({**TOGETHER, "jaxlib": "0.11.2"}, gpu=True))
+
+
 def test_an_nccl_that_jax_cannot_use_is_named():
     assert versions.nccl(Nccl("2.29.2", True), too_old=False) == versions.Finding("NCCL", "ok", "2.29.2")
     assert versions.nccl(None, too_old=False).status == "broken"

@@ -28,7 +28,7 @@ from ...train import (
 from ..trainer import VIRTUAL_DEVICES
 from ._doctor_collectives import check_collectives, check_processes
 from ._doctor_host_link import check_host_link
-from ._doctor_versions import CUDA, misfits, nccl, numbers
+from ._doctor_versions import CUDA, gradients, misfits, nccl, numbers
 from ._finding import Finding, first_line
 
 # The required distributions, and the oldest version of each.
@@ -72,6 +72,7 @@ def _versions() -> Iterator[Finding]:
         yield _needed(name, _installed(name), oldest, f'pip install --upgrade "{name}>={oldest}"')
     installed = {name: version for name in ("jax", "jaxlib", *CUDA) if (version := _installed(name))}
     yield from misfits(installed, gpu=has_gpu())
+    yield from gradients(installed, gpu=has_gpu())
 
 
 def _needed(name: str, installed: str | None, oldest: str, remedy: str) -> Finding:

@@ -34,6 +34,13 @@ def misfits(installed: Mapping[str, str], *, gpu: bool) -> Iterator[Finding]:
             yield Finding(name, "broken" if gpu else "optional", misfit, f'pip install "{name}=={jaxlib}"')
 
 
+def gradients(installed: Mapping[str, str], *, gpu: bool) -> Iterator[Finding]:
+    """Yields a finding if the installed XLA computed wrong gradients on GPUs (docs/install.md, "Limits")."""
+    if gpu and numbers(installed.get("jaxlib", "")) >= (0, 12):
+        wrong = "on H200s, 0.12.0.1 computed wrong gradients of a stock model in float32 (docs/install.md, Limits)"
+        yield Finding("gradients", "optional", wrong, 'pip install "jax[cuda13]==0.11.2"')
+
+
 def nccl(loaded: Nccl | None, *, too_old: bool) -> Finding:
     """Returns a finding that says whether the NCCL that JAX loads fits jaxlib.
 
