@@ -53,7 +53,9 @@ def muon(
     `muon_weight_dimension_numbers` leaves out. If the model has a `Stack`, put `gtp_jax.train.per_layer` around, which
     makes a matrix of each layer.
 
-    The arguments are those of `optax.contrib.muon`.
+    The arguments are those of `optax.contrib.muon`. By default it updates all arrays of two dimensions, and AdamW the
+    rest: of stock Flax, it updates the embeddings and the attention's biases, `(heads, head_dim)`, but not the
+    attention's kernels, which have three. `muon_weight_dimension_numbers` chooses otherwise.
 
     Raises:
         ValueError: for the reasons that `optax.contrib.muon` has.
