@@ -61,7 +61,8 @@ def choose(model: nnx.Module, blocks: Blocks | None, is_weight: Callable[[Any], 
         is_weight: a function that returns whether a node of the model is the variable of a weight to shard.
 
     Raises:
-        ValueError: if no module matches `blocks`, or an entry of it, or, by default, if the model has no such list.
+        ValueError: if no module matches `blocks`, or a pattern among its entries, or, by default, if the model has no
+            such list.
         TypeError: if `blocks` has the wrong type.
     """
     modules, names = dict(in_order(model)), names_of(model)
@@ -70,8 +71,8 @@ def choose(model: nnx.Module, blocks: Blocks | None, is_weight: Callable[[Any], 
         chosen = _longest_lists(heavy, names)
     else:
         chosen = _named(blocks, modules, names)
-    entries = blocks if isinstance(blocks, tuple) else ()
-    missing = [one for one in entries if not _named(one, modules, names)]
+    patterns = [one for one in blocks if isinstance(one, str)] if isinstance(blocks, tuple) else []
+    missing = [one for one in patterns if not _named(one, modules, names)]
     if missing or not chosen:
         raise ValueError(_none_matches(missing[0] if missing else blocks, modules, _longest_lists(heavy, names)))
     chosen_modules = {id(modules[path]) for path in chosen}
