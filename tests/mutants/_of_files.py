@@ -107,8 +107,8 @@ MUTANTS = (
     ),
     Mutant(
         "padding counts in a digest",
-        "mixed = [jnp.where(within, lane, 0) for lane in mixed]",
-        "mixed = list(mixed)",
+        "hashes = [jnp.where(within, one, 0) for one in hashes]",
+        "hashes = list(hashes)",
         ("tests/nn/test_padded.py::test_a_checkpoint_is_logical_and_moves_between_meshes",),
     ),
     Mutant(
