@@ -22,6 +22,7 @@ import jax
 import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from ..mesh import Path, of_parameter, with_paths
 
@@ -220,7 +221,7 @@ class Terms:
 
     def _constant(self, value: Any) -> Value:
         opaque = jnp.issubdtype(getattr(value, "dtype", np.float32), jax.dtypes.prng_key)
-        traced = isinstance(value, jax.core.Tracer)  # a rate that is injected, for example
+        traced = isinstance(value, Tracer)  # a rate that is injected, for example
         array = value if opaque or traced else np.asarray(value)
         text = str(array) if math.prod(array.shape) <= 64 and not traced else f"array {id(value)}"
         return Value(self._number("literal", text))
