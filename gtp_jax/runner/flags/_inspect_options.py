@@ -5,33 +5,26 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from ..._words import GPUS_PER_HOST, PRESET_NAMES
+from ..._words import GPUS_PER_HOST
 from ._execution import Execution
-from ._expert_options import ExpertOptions
 from ._knobs import check_knobs, knob, piece
-from ._model_sizes import ModelSizes
-from ._parallelism import Parallelism
+from ._preset_options import PresetOptions
 from ._quantization import Quantization
 
 if TYPE_CHECKING:
     from ... import hlo
-    from ...models import ModelConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class InspectOptions:
+class InspectOptions(PresetOptions):
     """The options of an inspection. `gtp-jax inspect --help` shows the help of each field.
 
     Raises:
         ValueError: if a value is not allowed, or values do not fit together.
     """
 
-    preset: str = knob("tiny", "model", f"one of {', '.join(PRESET_NAMES)}", kind=str)
     seq: int = knob(2048, "model", "tokens per sequence")
     batch: int | None = knob(None, "model", "sequences per step (default: one per rank and microbatch)")
-    parallelism: Parallelism = piece(Parallelism)
-    sizes: ModelSizes = piece(ModelSizes)
-    experts: ExpertOptions = piece(ExpertOptions)
     execution: Execution = piece(Execution)
     quantization: Quantization = piece(Quantization)
     target: str | None = knob(
@@ -68,13 +61,6 @@ class InspectOptions:
         self.model  # noqa: B018  checks that sizes and experts fit together
 
     @property
-    def model(self) -> ModelConfig:
-        """The configuration of the preset, with the sizes and experts that the options change."""
-        from ...models import preset_of
-
-        return self.sizes.of(preset_of(self.preset), self.preset, self.experts)
-
-    @property
     def machine(self) -> hlo.Target | None:
         """The machine to compile for; `None` for virtual CPU devices.
 
@@ -92,8 +78,3 @@ class InspectOptions:
 
         rate = self.network_rate
         return None if rate is None else hlo.Network(rate * 1e9, self.gpus_per_host)
-
-    @property
-    def title(self) -> str:
-        """The name of the model in headings."""
-        return " ".join([self.preset, *self.sizes.flags])
