@@ -62,10 +62,11 @@ def make_mesh(
     array = np.asarray(jax.devices() if devices is None else devices, dtype=object).reshape(-1)
     sizes = fill_degrees({DP: dp, GTP: gtp, **rare_degrees(cp=cp, ep=ep), TP: tp}, array.size)
     given = {name: size for name, size in sizes.items() if size > 1 and not (name == DP and dp is None)}
-    if dp is None and array.size % math.prod(given.values()):
+    product = math.prod(given.values())
+    if dp is None and array.size % product:
         words = " x ".join(f"{name} {size}" for name, size in given.items())
         raise ValueError(
-            f"{words} = {math.prod(given.values())}, which does not divide the {array.size} devices. Choose degrees "
+            f"{words} = {product}, which does not divide the {array.size} devices. Choose degrees "
             "whose product does, and `dp` is the rest, or pass `devices`."
         )
     check_degrees(sizes, array.size, remedy=", or pass `devices`")
