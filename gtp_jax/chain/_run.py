@@ -37,6 +37,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import PyTree, Shaped
 
+from ..ops import call_with_zeros
 from ..weights import Apart
 from ._backward import backward
 from ._events import Loop
@@ -116,7 +117,9 @@ def run(
         (_joined(stage.gather_inputs) if number in looped else stage.gather_inputs, stage.constants)
         for number, stage in enumerate(stages)
     ]
-    return chain([stage.shards for stage in stages], given, [stage.params for stage in stages], x, shared)
+    return call_with_zeros(
+        chain, [stage.shards for stage in stages], given, [stage.params for stage in stages], x, shared
+    )
 
 
 @jax.tree_util.register_static

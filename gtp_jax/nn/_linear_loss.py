@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from .._numbers import is_size
 from ..collectives import gather_sequence
 from ..hook import call_with_weights, coded, placement_of
 from ..mesh import axes_of, current_roles, current_view, degree, sequence_axis, spec_of_tokens
-from ..ops import Head, Product, SlottedWeight, TokenLoss, linear_token_losses, values_and_slot
+from ..ops import Head, Product, SlottedWeight, TokenLoss, call_with_zeros, linear_token_losses, values_and_slot
 from ._dense import Dense
 from ._embed import Embed, TiedHead
 from ._layer import Layer, between_layers
@@ -106,7 +107,8 @@ class _How(NamedTuple):
         loss = self.loss._replace(vocab_size=vocab_size, axis=axis)
         weights = jnp.reshape(weights, -1).astype(jnp.promote_types(x.dtype, jnp.float32))
         x, targets = jnp.reshape(x, (-1, x.shape[-1])), jnp.reshape(targets, -1)
-        return linear_token_losses(loss, self.product, x, head, targets, weights)
+        losses = functools.partial(linear_token_losses, loss, self.product)
+        return call_with_zeros(losses, x, head, targets, weights)
 
     def in_view(
         self, x: jax.Array, head: Head, targets: jax.Array, weights: jax.Array, vocab_size: int, sharded: bool

@@ -88,6 +88,7 @@ from ._slot import SlottedWeight as SlottedWeight
 from ._slot import refuse_second_derivative as refuse_second_derivative
 from ._slot import slotted as slotted
 from ._slot import values_and_slot as values_and_slot
+from ._symbolic_zeros import call_with_zeros as call_with_zeros
 from ._weighted_glu import weighted_glu as weighted_glu
 from .reference import block_tops as block_tops
 from .reference import encode_elements as encode_elements

@@ -79,6 +79,21 @@ def test_every_head_in_every_view_has_the_loss_and_gradients_of_its_logits(head,
         close(np.asarray(one), np.asarray(other))
 
 
+@pytest.mark.parametrize("view", ["local", "global"])
+def test_without_jit_a_loss_is_that_of_a_traced_call(view, x64):
+    x, targets, kernel = (np.random.default_rng(0).normal(size=shape) for shape in ((8, 4, 6), (8, 4), (6, 11)))
+
+    def loss(x, targets):
+        total, count = gtp.nn.linear_cross_entropy(x, kernel, targets.astype(int))
+        return total[None], count[None]
+
+    with under({"gtp": 8}):
+        on_ranks = jax.shard_map(loss, in_specs=P("gtp"), out_specs=P("gtp"))
+        call = on_ranks if view == "local" else loss
+        for found, wanted in zip(call(x, targets), jax.jit(call)(x, targets), strict=True):
+            close(np.asarray(found), np.asarray(wanted))
+
+
 def example(tokens=37):
     rng = np.random.default_rng(1)
     x, kernel = rng.normal(size=(tokens, 6)), rng.normal(size=(6, 11))

@@ -118,7 +118,7 @@ MAKE = {
 }
 
 
-@pytest.mark.parametrize("name, mesh", pairwise(MAKE, ["gtp 8", None], usual=2))
+@pytest.mark.parametrize("name, mesh", pairwise(MAKE, ["gtp 8", None], usual=4))
 def test_an_array_of_another_shape_is_refused(name, mesh):
     with mesh_in_scope(mesh):
         model = gtp.init(MAKE[name], nnx.Rngs(0))
