@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import layout
 from ..mesh import axes_of, degree, legacy_mesh
-from ..variables import PaddedParam, make_padded
+from ..variables import PaddedParam, make_padded, warn_optimizer
 from ._moments import place_if_it_fits
 from ._path import WeightPaths
 from ._placement import Placement
@@ -55,6 +55,8 @@ def put(paths: Paths, variable: nnx.Variable, placement: layout.Placement | None
         variable.set_metadata(parted=parts)
     if spec and not own and (placement is None or not placement.padding.size):
         _hook_first(variable, "on_create_value", place_if_it_fits)
+    if placement is not None and placement.even is not None:
+        _hook_first(variable, "on_create_value", warn_optimizer)
     value = variable.get_raw_value()
     if placement is not None:
         value = jax.tree.map(lambda array: _padded(array, placement), value)
@@ -94,6 +96,7 @@ def is_elsewhere(value: Any) -> bool:
 
 def _mesh() -> Any:
     try:
-        return jax.sharding.get_mesh()
+        mesh = jax.sharding.get_mesh()
     except ValueError:  # in a trace
         return jax.sharding.get_abstract_mesh()
+    return jax.sharding.get_abstract_mesh() if mesh.empty else mesh  # without devices, as for `inspect`

@@ -48,8 +48,9 @@ def shard[M: nnx.Module](
 
     By default, every floating-point `nnx.Param` with at least `min_size` elements is stored as shards, over the axes of
     the roles `weights` (gtp) and `optimizer` (dp, ZeRO) that divide its dimensions. The weights within gtp_jax's own
-    layers, and each `gtp_jax.Param`, keep their own partition. Under `gtp_jax.layout.even_shares`, a weight may be
-    stored padded. In global view, `param[...]` still reads and sets the array of the logical shape.
+    layers, and each `gtp_jax.Param`, keep their own partition. A weight that the axes do not divide is stored padded
+    once a `TrainState` is made of the model, or at once under `gtp_jax.layout.even_shares`. In global view,
+    `param[...]` still reads and sets the array of the logical shape.
 
     Forward gathers the weights of a block, if possible while the previous block computes. Backward gathers them again,
     unless the schedule keeps them, and reduces the gradients of the block, if possible while another block computes.
@@ -145,7 +146,7 @@ def shard[M: nnx.Module](
             variable.set_metadata(out_sharding=())  # a partition without axes replaces the annotation
         put(paths, variable, placements.get(paths), own=id(variable) in own)
     for path, module in choice.units.items():
-        of_weights, block = _placements(dict(nnx.iter_graph(module))), path in choice.blocks
+        of_weights, block = placements_in(dict(nnx.iter_graph(module))), path in choice.blocks
         make(
             module,
             Unit(
@@ -161,7 +162,7 @@ def shard[M: nnx.Module](
             ),
         )
     for module in choice.holders.values():
-        make(module, Holder(roles, _placements(own_variables(module))))
+        make(module, Holder(roles, placements_in(own_variables(module))))
     return model
 
 
@@ -174,7 +175,7 @@ def has_weights_to_shard(model: nnx.Module, min_size: int = 1 << 14) -> bool:
     return any(id(v) not in own and is_weight(v, min_size) for v in variables_of(model).values())
 
 
-def _placements(nodes: Mapping[ModulePath, Any]) -> Placements:
+def placements_in(nodes: Mapping[ModulePath, Any]) -> Placements:
     """Returns the placements in the metadata of variables, with the paths of the variables.
 
     Args:

@@ -13,7 +13,7 @@ from flax import nnx
 from flax.core.spmd import get_pspec
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..layout import Placement, place, placed, shares_are_even
+from ..layout import Placement, place, placed, shares_may_be_even
 from ..mesh import Roles, axes_by_dim, axes_of, degree, degrees, spec_by_dim
 from ._choice import matches, name_of
 from ._variables import Paths, size_of
@@ -114,13 +114,12 @@ def warn_of_whole(placements: Mapping[Paths, Placement | None], variables: Any, 
     ranks = degrees(tuple(axis for axis in all_axes if axis in roles.weights))
     for paths, placement in placements.items():
         shape, asked = variables[paths].get_raw_value().shape, first_match(specs, paths)
-        sizes = {} if placement is None else dict(placement.degrees)
+        sizes = {} if placement is None else dict((placement.even or placement).degrees)
         divided = math.prod(size for axis, size in sizes.items() if axis in roles.weights)
         if divided < ranks and math.prod(shape) >= _LARGE and not asked:
             over = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
             parts = f"is divided over {over} only" if over else "stays whole on every rank"
-            padded = shares_are_even() or not _can_pad(variables[paths])
-            pad = "" if padded else "shard the model for a `TrainState` under `gtp_jax.layout.even_shares()`, "
+            pad = "" if shares_may_be_even() else "leave out `gtp_jax.layout.even_shares(False)`, "
             warnings.warn(
                 f"a weight of shape {shape} {parts}: {name_of(paths[0])}. {degrees(all_axes)} ranks of "
                 f"{' x '.join(all_axes)} divide none of its dimensions, or the model annotates another partition. "

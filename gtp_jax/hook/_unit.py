@@ -68,8 +68,9 @@ def kind_of(module: Any) -> Kind | None:
 
 
 def make(module: nnx.Module, kind: Kind) -> None:
-    """Makes a module a unit or a holder, by changing its class to a subclass of that class."""
-    object.__setattr__(module, "__class__", _hooked(type(module), kind))
+    """Makes a module a unit or a holder, by changing its class to a subclass of that class; of one that is a unit or
+    holder already, changes the kind."""
+    object.__setattr__(module, "__class__", _hooked(getattr(type(module), "_gtp_class", type(module)), kind))
 
 
 @contextlib.contextmanager

@@ -12,11 +12,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .._words import OFFLOADED, Offloaded
 from ..hlo import quantity
 from ..hook import roles_of
-from ..layout import listed
+from ..layout import listed, padded_shape
 from ..mesh import Roles, axes_of, current_roles
 from ..nn import layout_of, partition_of
 from ..train import may_leave
-from ..variables import logical_shape
+from ..variables import even_layout, logical_shape
 from ._offload import chip_in_scope
 from ._state_memory import StateMemory
 from ._timeline import seconds
@@ -78,14 +78,16 @@ def share_of(model: nnx.Module) -> StateShare | None:
     for variable in variables:
         mesh, spec = _placed(variable)
         sizes |= mesh
-        ranks = math.prod(mesh.get(axis, 1) for axis in axes_of(spec))
         shape = variable.get_raw_value().shape
+        if (even := even_layout(variable)) is not None:  # as a `TrainState` stores it
+            shape, spec = padded_shape(shape, even), even.spec
+        ranks = math.prod(mesh.get(axis, 1) for axis in axes_of(spec))
         own += math.prod(shape) // ranks
         large += math.prod(shape) // ranks if may_leave(shape) else 0
     if not own:
         return None
     whole = sum(math.prod(logical_shape(v)) for v in variables)
-    if any(logical_shape(v) != tuple(v.get_raw_value().shape) for v in variables):
+    if any(even_layout(v) is not None or logical_shape(v) != tuple(v.get_raw_value().shape) for v in variables):
         large = 0
     own_layers = next((layout.roles for v in variables if (layout := layout_of(v)) is not None), None)
     roles = own_layers or roles_of(model) or current_roles()

@@ -14,11 +14,12 @@ partition spec. `pad`, `cut` and the functions of shapes beside them convert bet
 from ._array import ArrayLayout as ArrayLayout
 from ._array import layout_of_array as layout_of_array
 from ._choice import BLOCK as BLOCK
+from ._choice import SMALL as SMALL
 from ._choice import layouts_of_kernels as layouts_of_kernels
 from ._codes import layouts_in_blocks as layouts_in_blocks
 from ._codes import layouts_of_codes as layouts_of_codes
 from ._even_shares import even_shares as even_shares
-from ._even_shares import shares_are_even as shares_are_even
+from ._even_shares import shares_may_be_even as shares_may_be_even
 from ._layout import Layout as Layout
 from ._layout import axes_in_use as axes_in_use
 from ._layout import listed as listed

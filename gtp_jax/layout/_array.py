@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from ..mesh import current_roles, degree, degrees
 from ._choice import axes_choices, divided, warn_of_whole
-from ._even_shares import shares_are_even
+from ._even_shares import shares_are_even, shares_may_be_even
 from ._layout import Layout
 from ._pad_choice import Target, choose_padding
 from ._split import Split
@@ -29,11 +29,14 @@ class ArrayLayout:
             axis, unless the other axes shard it too; then the dimension that the other axes shard, which becomes the
             rows; then the remaining dimensions, which are joined into columns.
         matrix: the layout of the array viewed as that matrix.
+        even: the layout with padding that a `TrainState` gives the weight, if this one stores it whole over some axes
+            (`even_shares`); otherwise `None`. Layouts are compared without it.
     """
 
     shape: tuple[int, ...]
     order: tuple[int, ...]
     matrix: Layout
+    even: ArrayLayout | None = dataclasses.field(default=None, compare=False, repr=False)
 
     @property
     def array_shape(self) -> tuple[int, ...]:
@@ -91,9 +94,10 @@ def layout_of_array(shape: Sequence[int], *, tensor_dim: int | None = None) -> A
     """Lays out an array of any shape on the mesh in scope.
 
     Shards the longest dimension other than `tensor_dim` that all ranks divide evenly; if there is none, `tensor_dim`.
-    If no dimension can be divided, the array is gathered over fewer axes, with as many ranks as possible, and a
-    warning is issued. Under `even_shares`, the stored array is padded instead, along the dimension where that adds
-    least, which must not be one that the tensor axis shards.
+    If no dimension can be divided, the array is gathered over fewer axes, with as many ranks as possible. Under
+    `even_shares`, and in the layout that a `TrainState` uses (`ArrayLayout.even`), the stored array is padded instead,
+    along the dimension where that adds least, which must not be one that the tensor axis shards. A warning is issued if
+    the array stays whole nevertheless.
 
     Args:
         shape: the logical shape.
@@ -119,19 +123,25 @@ def layout_of_array(shape: Sequence[int], *, tensor_dim: int | None = None) -> A
     others = [dim for dim in range(len(shape)) if dim != tensor_dim]
     dims = [*sorted(others, key=lambda dim: (-shape[dim], -dim)), *([] if tensor_dim is None else [tensor_dim])]
     choices = axes_choices(roles.weights, None if even else roles.tensor)
-    for chosen in choices:
-        ranks = degrees(chosen)
-        rows, more = next((dim for dim in dims if local[dim] % ranks == 0), None), 0
-        if rows is None and shares_are_even() and chosen == choices[0]:
-            targets = [Target(dim, ranks) for dim in dims if local[dim] == shape[dim] > 1]  # not sharded over tensor
-            rows, (padding,) = choose_padding([shape], [], targets)
-            more = padding.size
-        if rows is not None:
-            whole = [axis for axis in roles.weights if axis not in chosen]
-            warn_of_whole(shape, whole, can_pad=not shares_are_even())
-            return _laid_out(shape, rows, more, tensor_dim, split, chosen, even=even)
-    whole = Layout((1, 1), rows=0, roles=roles)  # the layout of a scalar
-    return ArrayLayout(shape, (), whole)
+
+    def laid_out(*, pad: bool) -> ArrayLayout:
+        for chosen in choices:
+            ranks = degrees(chosen)
+            rows, more = next((dim for dim in dims if local[dim] % ranks == 0), None), 0
+            if rows is None and pad and chosen == choices[0]:
+                targets = [Target(dim, ranks) for dim in dims if local[dim] == shape[dim] > 1]  # not over tensor
+                rows, (padding,) = choose_padding([shape], [], targets)
+                more = padding.size
+            if rows is not None:
+                return _laid_out(shape, rows, more, tensor_dim, split, chosen, even=even)
+        return ArrayLayout(shape, (), Layout((1, 1), rows=0, roles=roles))  # the layout of a scalar
+
+    found = laid_out(pad=shares_may_be_even())
+    if shape:
+        warn_of_whole(shape, [axis for axis in roles.weights if axis not in found.matrix.gather.axes])
+    if shares_are_even() or not found.matrix.padding.size:
+        return found
+    return dataclasses.replace(laid_out(pad=False), even=found)
 
 
 def _laid_out(

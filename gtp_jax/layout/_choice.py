@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Collection, Mapping, Sequence
 
 from ..mesh import current_roles, degree, degrees
-from ._even_shares import shares_are_even
+from ._even_shares import shares_are_even, shares_may_be_even
 from ._layout import Layout, listed
 from ._pad_choice import Target, choose_padding
 from ._split import Split
@@ -46,10 +46,11 @@ def layouts_of_kernels(
     neither dimension, with a warning unless they are small.
 
     If the tensor axis does not divide the units of a kernel evenly, storage is sharded over that axis too, and gathered
-    over it. If the axes divide no dimension, the kernels are gathered over fewer axes, with as many ranks as possible,
-    and a warning is issued. Under `even_shares`, the stored arrays are padded instead (see `Storage`), and also so that
-    the optimizer's axes divide shards: along a dimension that neither `experts_axis` nor, in storage, the tensor axis
-    divides, to whole blocks if that adds little, otherwise until the ranks divide it.
+    over it. If the axes divide no dimension, the kernels are gathered over fewer axes, with as many ranks as possible.
+    Under `even_shares`, and in the layouts that a `TrainState` uses (`Layout.even`), the stored arrays are padded
+    instead (see `Storage`), and also so that the optimizer's axes divide shards: along a dimension that neither
+    `experts_axis` nor, in storage, the tensor axis divides, to whole blocks if that adds little, otherwise until the
+    ranks divide it. A warning is issued if kernels stay whole nevertheless.
 
     Args:
         shapes: the logical shapes, which may differ only in the number of rows.
@@ -99,26 +100,37 @@ def layouts_of_kernels(
         for shape in shapes
     ]
     cols = 2 * len(shapes[0]) - 3 - rows
-    for chosen in axes_choices(axes, None if even else roles.tensor):
-        ranks = degrees(chosen)
-        dim, paddings = _dim_divided(local, ranks, rows, cols), [UNPADDED] * len(shapes)
-        if dim is None and shares_are_even() and ranks == degrees(axes if even else (*tensor, *axes)):
-            blocks = {d: size for d, size in ((rows, BLOCK_ROWS), (cols, BLOCK)) if d != split_dim or parts == 1}
-            dim, paddings = _padded(shapes, ranks, blocks)
-        if dim is not None:
-            whole = [axis for axis in axes if axis not in chosen]
-            warn_of_whole(shapes[0], whole, can_pad=not shares_are_even())
-            storage = {
-                "gather": divided(dim, chosen),
-                "tensor": divided(split_dim, tensor if even else ()),
-                "experts": divided(0, () if experts_axis is None else (experts_axis,)),
-            }
-            layouts = tuple(
-                Layout(shape, **storage, padding=padding, rows=rows, split_dim=split_dim, split=split, roles=roles)
-                for shape, padding, split in zip(shapes, paddings, splits, strict=True)
-            )
-            return _divided_further(layouts)
-    raise AssertionError("a choice of no axes divides everything")
+    used = {
+        "tensor": divided(split_dim, tensor if even else ()),
+        "experts": divided(0, () if experts_axis is None else (experts_axis,)),
+        "rows": rows,
+        "split_dim": split_dim,
+        "roles": roles,
+    }
+
+    def laid_out(*, pad: bool) -> tuple[Layout, ...]:
+        for chosen in axes_choices(axes, None if even else roles.tensor):
+            ranks = degrees(chosen)
+            dim, paddings = _dim_divided(local, ranks, rows, cols), [UNPADDED] * len(shapes)
+            if dim is None and pad and ranks == degrees(axes if even else (*tensor, *axes)):
+                blocks = {d: size for d, size in ((rows, BLOCK_ROWS), (cols, BLOCK)) if d != split_dim or parts == 1}
+                dim, paddings = _padded(shapes, ranks, blocks)
+            if dim is not None:
+                layouts = tuple(
+                    Layout(shape, gather=divided(dim, chosen), padding=padding, split=split, **used)
+                    for shape, padding, split in zip(shapes, paddings, splits, strict=True)
+                )
+                return _divided_further(layouts, pad=pad)
+        raise AssertionError("a choice of no axes divides everything")
+
+    layouts = laid_out(pad=shares_may_be_even())
+    first = layouts[0]
+    warn_of_whole(shapes[0], [axis for axis in axes if axis not in first.gather.axes])
+    if sum(math.prod(layout.of_shards.shard_shape) for layout in layouts) > SMALL:
+        warn_of_whole(shapes[0], [axis for axis in _further(first) if axis not in first.optimizer.axes])
+    if shares_are_even() or not any(layout.padding.size for layout in layouts):
+        return layouts
+    return tuple(dataclasses.replace(one, even=even) for one, even in zip(laid_out(pad=False), layouts, strict=True))
 
 
 def _dim_divided(shapes: Sequence[tuple[int, ...]], ranks: int, rows: int, cols: int) -> int | None:
@@ -147,21 +159,23 @@ def _padded(
     return choose_padding(shapes, whole, equal)
 
 
-def _divided_further(layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
-    """Returns the layouts with their shards divided over the axes of the optimizer, with as many ranks as possible."""
-    first = layouts[0]
-    taken = (*first.axes, *first.experts.axes)
-    axes = tuple(axis for axis in first.roles.over_optimizer if axis not in taken and degree(axis) > 1)
+def _further(layout: Layout) -> tuple[str, ...]:
+    """Returns the axes of the optimizer that may divide the shards of a weight."""
+    taken = (*layout.axes, *layout.experts.axes)
+    return tuple(axis for axis in layout.roles.over_optimizer if axis not in taken and degree(axis) > 1)
+
+
+def _divided_further(layouts: tuple[Layout, ...], *, pad: bool) -> tuple[Layout, ...]:
+    """Returns the layouts with their shards divided over the axes of the optimizer, with as many ranks as possible, or,
+    with `pad`, over all of them."""
+    first, axes = layouts[0], _further(layouts[0])
     shapes = [layout.shard_shape for layout in layouts]
     for chosen in axes_choices(axes):
         ranks = degrees(chosen)
         dim, paddings = _dim_divided(shapes, ranks, first.rows, first.cols), [layout.padding for layout in layouts]
-        if dim is None and shares_are_even() and chosen == axes:
+        if dim is None and pad and chosen == axes:
             dim, paddings = _padded_further(layouts, ranks)
         if dim is not None:
-            if sum(map(math.prod, shapes)) > SMALL:
-                whole = [axis for axis in axes if axis not in chosen]
-                warn_of_whole(first.shape, whole, can_pad=not shares_are_even())
             return tuple(
                 dataclasses.replace(layout, optimizer=divided(dim, chosen), padding=padding)
                 for layout, padding in zip(layouts, paddings, strict=True)
@@ -217,19 +231,18 @@ def axes_choices(
     return sorted(some, key=lambda chosen: (-degrees(chosen), -len(liked.intersection(chosen))))
 
 
-def warn_of_whole(shape: tuple[int, ...], axes: Sequence[str], *, can_pad: bool = False) -> None:
+def warn_of_whole(shape: tuple[int, ...], axes: Sequence[str]) -> None:
     """Warns that a weight stays whole over those of the axes that have more than one rank.
 
     Args:
         shape: the shape of the weight.
         axes: the axes.
-        can_pad: whether it would be padded instead under `even_shares`.
     """
     sizes = {axis: degree(axis) for axis in axes if degree(axis) > 1}
     if sizes:
         warnings.warn(
             f"a weight of shape {shape} stays whole on every rank of {listed(sizes)}, which cannot divide its "
             "dimensions further. If it is large, choose sizes that the degrees divide"
-            + (", or create the model for a `TrainState` under `gtp_jax.layout.even_shares()`." if can_pad else "."),
+            + ("." if shares_may_be_even() else ", or leave out `gtp_jax.layout.even_shares(False)`."),
             stacklevel=4,
         )

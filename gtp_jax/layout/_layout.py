@@ -26,6 +26,8 @@ class Layout(Storage):
         split_dim: the dimension that the tensor axis divides, or `None`.
         split: how the tensor axis divides that dimension, or `None`.
         roles: the roles of the mesh axes.
+        even: the layout with padding that a `TrainState` gives the weight, if this one stores it whole over some axes
+            (`even_shares`); otherwise `None`. Layouts are compared without it.
 
     Raises:
         ValueError: if `tensor` is given, but the tensor axis divides the weight unevenly.
@@ -35,6 +37,7 @@ class Layout(Storage):
     split_dim: int | None = None
     split: Split | None = None
     roles: Roles = Roles()
+    even: Layout | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if self.split is not None and not self.split.even and self.tensor.dim is not None:

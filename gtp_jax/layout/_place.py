@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 
@@ -10,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from ..mesh import Roles, axes_by_dim, axes_of, degree, degrees, spec_by_dim
 from ._choice import BLOCK, BLOCK_ROWS, axes_choices
-from ._even_shares import shares_are_even
+from ._even_shares import shares_are_even, shares_may_be_even
 from ._matrix import features_in
 from ._pad_choice import Target, choose_padding
 from ._placement import Placement
@@ -25,7 +26,8 @@ def place(shape: Sequence[int], roles: Roles, used: PartitionSpec, *, can_pad: b
 
     1. All axes shard one dimension.
     2. The axes of `weights` shard one dimension, and those of `optimizer` another.
-    3. All axes shard one dimension, which is padded. This requires `can_pad` and `even_shares`.
+    3. All axes shard one dimension, which is padded. This requires `can_pad`. Outside of `even_shares`, only the
+       placement that a `TrainState` uses (`Placement.even`) is padded.
     4. Some of the axes shard one dimension; `axes_choices` says which are tried first.
 
     If none is possible, the weight is stored as `used`. It has a placement nevertheless, so that a recipe can quantize
@@ -44,13 +46,16 @@ def place(shape: Sequence[int], roles: Roles, used: PartitionSpec, *, can_pad: b
     for chosen in ((all_axes,), (weights, further)):
         if (stored := _divided(shape, used, chosen)) is not None:
             return placed(stored, used, shape)
-    if can_pad and shares_are_even() and (padding := _padding(shape, used, degrees(all_axes))).dim is not None:
-        axes = axes_by_dim(used, len(shape))
-        axes[padding.dim] = all_axes
-        return placed(spec_by_dim(axes), used, shape, padding)
+    even = None
+    if can_pad and shares_may_be_even() and (padding := _padding(shape, used, degrees(all_axes))).dim is not None:
+        divided = axes_by_dim(used, len(shape))
+        divided[padding.dim] = all_axes
+        even = placed(spec_by_dim(divided), used, shape, padding)
+        if shares_are_even():
+            return even
     for axes in axes_choices(all_axes, preferred=weights):
         if (stored := _divided(shape, used, (axes,))) is not None:
-            return placed(stored, used, shape)
+            return dataclasses.replace(placed(stored, used, shape), even=even)
     return None
 
 

@@ -25,6 +25,8 @@ class Placement:
         shape: the logical shape for which the placement was made.
         padding: the dimension in which the stored array is padded, and by how many elements; `UNPADDED` if it is not
             padded. No axis of `used` divides this dimension. The gathered array has no padding.
+        even: the placement with padding that a `TrainState` gives the weight, if this one stores it whole over some
+            axes (`even_shares`); otherwise `None`. Placements are compared without it.
     """
 
     stored: PartitionSpec
@@ -32,6 +34,7 @@ class Placement:
     degrees: tuple[tuple[str, int], ...]
     shape: tuple[int, ...]
     padding: Padding = UNPADDED
+    even: Placement | None = dataclasses.field(default=None, compare=False, repr=False)
 
     @property
     def ndim(self) -> int:

@@ -12,11 +12,11 @@ from flax import nnx
 from jax import lax
 
 from ..formats import Format, QuantizedArray, Tiled
-from ..hook import Coded, decide, paths_of, placement_of
-from ..layout import Layout, Placement, cut, is_padded, layouts_in_blocks, layouts_of_codes, pad, shares_are_even
+from ..hook import Coded, decide, paths_of, placement_of, store_evenly
+from ..layout import Layout, Placement, cut, is_padded, layouts_in_blocks, layouts_of_codes, pad, shares_may_be_even
 from ..mesh import check_mesh_in_scope, current_view, stacked_spec
 from ..recipes import Recipe, check_recipe
-from ..variables import RefuseLinen, logical_shape, padded_layout, split_nodes
+from ..variables import RefuseLinen, is_variable, logical_shape, padded_layout, split_nodes
 from ..weights import (
     FrozenAs,
     Groups,
@@ -92,8 +92,8 @@ def freeze[M: nnx.Module](model: M, recipe: Recipe | None = None, *, trained: An
     model that `gtp_jax.shard` sharded, keep their values and dtypes.
 
     Each rank stores the shard that it sends. The optimizer's axes (dp) do not divide shards further, because there is
-    no master copy or optimizer state. Under `gtp_jax.layout.even_shares`, arrays may be padded: codes to shards of
-    whole blocks, so that the codes of the weight are those of one device. Shards may cut the tiles of
+    no master copy or optimizer state. Arrays may be padded: codes to shards of whole blocks, so that the codes of the
+    weight are those of one device; `gtp_jax.layout.even_shares(False)` prevents it. Shards may cut the tiles of
     `gtp_jax.recipes.FP8Blocks`, whose scales every rank stores. Checkpoints contain no padding, and can be restored on
     another mesh.
 
@@ -135,6 +135,11 @@ def freeze[M: nnx.Module](model: M, recipe: Recipe | None = None, *, trained: An
     params = [place for place, v in enumerate(leaves) if isinstance(v, nnx.Param)]
     frozen = {place for place in params if not is_trained(paths[place], leaves[place])}
     _check_filter(trained, [".".join(map(str, paths[place])) for place in params], len(frozen))
+    # no optimizer sees frozen weights, so they may be stored padded before there is a state
+    leaves = [v.replace(v.get_raw_value()) if is_variable(v) else v for v in leaves]
+    model = template.merged(leaves)
+    apart = {id(leaves[place]) for place in frozen}
+    store_evenly(model, lambda variable: id(variable) in apart)
     owners = weight_owners(model)
     places = {path: own for path, own in kernel_places(owners, leaves).items() if _all_frozen(path, own, frozen)}
     if recipe is not None:
@@ -183,7 +188,7 @@ def _in_blocks(group: WeightGroup) -> WeightGroup:
     if not isinstance(form, Format) or group.ranks == 1:
         return group
     padded = any(layout.shard_padding.size for layout in group.layouts)
-    if not padded and not (shares_are_even() and any(cuts_blocks(layout, form) for layout in group.layouts)):
+    if not padded and not (shares_may_be_even() and any(cuts_blocks(layout, form) for layout in group.layouts)):
         return group
     layouts = layouts_in_blocks(group.layouts, form)
     same = layouts == tuple(layout.of_shards for layout in group.layouts)
@@ -275,7 +280,7 @@ def _groups(groups: Groups, owners: Mapping[ModulePath, Weight]) -> dict[ModuleP
         group = _in_blocks(group)
         cutting = [layout for layout in group.layouts if isinstance(form, Format) and cuts_blocks(layout, form)]
         if cutting and isinstance(form, Format):
-            padding = "" if shares_are_even() else "freeze under `gtp_jax.layout.even_shares()`, which pads them, "
+            padding = "" if shares_may_be_even() else "leave out `gtp_jax.layout.even_shares(False)`, "
             raise ValueError(
                 f"the weight of shape {cutting[0].shape} of {name} has shards of shape {cutting[0].shard_shape}, which "
                 f"cannot be divided into blocks of {form.name}: {form.block}, output features x input features. "

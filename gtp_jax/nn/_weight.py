@@ -19,7 +19,7 @@ from ..layout import ArrayLayout, Layout, is_padded, pad
 from ..mesh import current_view
 from ..ops import linear, linear_blocks, linear_fp8, linear_fp8_blocks, linear_fp8_delayed
 from ..recipes import Recipe, current_recipe
-from ..variables import PaddedParam, RefuseLinen, padded_layout, refuse_optimizer
+from ..variables import PaddedParam, RefuseLinen, even_layout, padded_layout, refuse_optimizer, warn_optimizer
 from ..weights import (
     CallKeys,
     FrozenAs,
@@ -106,7 +106,8 @@ def placed_once[P: nnx.Variable](variable: P) -> P:
     """Changes a variable's metadata so that NNX does not place arrays according to them, and returns the variable. Its
     own array is already placed, and optimizer state with the same metadata must not be placed like it. A weight also
     gets a hook that refuses to fill it by broadcasting an array. A weight that is stored padded also gets hooks that
-    refuse to store a variable like it in an `nnx.Optimizer` or in Linen.
+    refuse to store a variable like it in an `nnx.Optimizer` or in Linen; one that a `TrainState` would pad, a hook that
+    warns in an `nnx.Optimizer`.
 
     `nnx.Optimizer` copies a parameter's metadata to its own variables. It would otherwise shard Adafactor's factors,
     which have fewer dimensions, like the parameter. Moments still get the parameter's sharding, because `zeros_like`
@@ -115,6 +116,8 @@ def placed_once[P: nnx.Variable](variable: P) -> P:
     variable.set_metadata(eager_sharding=False)
     if "layout" in variable.get_metadata():
         variable.set_metadata(on_set_value=refuse_broadcast)
+    if even_layout(variable) is not None:
+        variable.set_metadata(on_create_value=warn_optimizer)
     if padded_layout(variable) is not None:
         variable.set_metadata(on_create_value=refuse_optimizer, linen_meta_type=RefuseLinen)
     return variable

@@ -23,10 +23,9 @@ def with_best_core(factory: Callable[[nnx.Rngs], nnx.Module], plan: FaultPlan) -
     These are the bytes that pass over the links one after another, including those of the sums over replicas; see
     `Transferred.over_links`.
 
-    If a degree divides no dimension of a weight, and the weight is not padded (`even_shares`), each rank of tp stores
-    the whole weight, and all of these copies must be moved and summed. A core of fewer devices may be able to divide
-    it. If several degrees need equally few bytes,
-    the highest is chosen, because its devices store the least.
+    If a degree divides no dimension of a weight, and the weight cannot be padded (`even_shares`), each rank of tp
+    stores the whole weight, and all of these copies must be moved and summed. A core of fewer devices may be able to
+    divide it. If several degrees need equally few bytes, the highest is chosen, because its devices store the least.
     """
     if plan.uniform:
         return plan

@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, PartitionSpec
 
+from ..hook import store_evenly
 from ..layout import cut_shape, padded_shape
 from ..mesh import Path, with_paths
 from ..nn import ModelDef, Split, abstract_model, split_model
@@ -23,7 +24,9 @@ Tree = Any
 def lay_out(factory: Callable[[nnx.Rngs], nnx.Module], mesh: AbstractMesh) -> Split:
     """Returns the definition of a model on a mesh, and the shapes of its arrays. Needs no devices."""
     with jax.sharding.use_abstract_mesh(mesh):
-        return split_model(abstract_model(factory))
+        model = abstract_model(factory)
+        store_evenly(model)
+        return split_model(model)
 
 
 def with_whole_sequences(model_def: ModelDef) -> ModelDef:

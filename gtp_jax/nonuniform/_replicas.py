@@ -35,9 +35,8 @@ class Replicas:
 
     The core is an ordinary mesh, with one rank of dp per replica and the degree `plan.core_tp`. It stores master
     weights and optimizer state, so a state is made, saved and restored there as on any mesh. Each replica computes on
-    its own mesh, at its own degree, with the model laid out for that mesh. Create replicas and the state under
-    `gtp_jax.layout.even_shares` to pad weights that a degree does not divide; the core and each replica pad them in
-    their own way.
+    its own mesh, at its own degree, with the model laid out for that mesh. The core and each replica pad weights that
+    their degrees do not divide, in their own way (`gtp_jax.layout.even_shares`).
 
     Args:
         factory: the function that makes the model, as in `gtp_jax.init`.

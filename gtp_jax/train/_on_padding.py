@@ -1,7 +1,7 @@
 """Determines from jaxprs whether an optimizer can update padded arrays as it would update the logical arrays.
 
-If a model is created under `even_shares`, an array that the mesh cannot divide evenly is stored padded. The logical
-array is the same array without its padding.
+An array that the mesh cannot divide evenly is stored padded (`even_shares`). The logical array is the same array
+without its padding.
 
 [Note: optimizers on padding] Outside the padding, an elementwise update of a padded array is correct, whatever the
 padding holds. A sum over a whole array is correct if the padding is zero. An optimizer is given the logical arrays if

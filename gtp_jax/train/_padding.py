@@ -1,7 +1,6 @@
 """Converts the arrays of a state between their logical shapes and the padded shapes in which they are stored.
 
-If a model is created under `even_shares`, an array that the mesh cannot divide evenly is stored with zeros at the end
-of the divided dimensions.
+An array that the mesh cannot divide evenly is stored with zeros at the end of the divided dimensions (`even_shares`).
 """
 
 from __future__ import annotations

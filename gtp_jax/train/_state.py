@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._words import Offloaded
-from ..hook import has_weights_to_shard
+from ..hook import has_weights_to_shard, store_evenly
 from ..layout import row_blocks_shape, row_blocks_spec
 from ..mesh import (
     Path,
@@ -49,8 +49,8 @@ class TrainState:
 
     Attributes:
         params: a nested dict of the master weights, in the model's parameter dtype (by default float32), sharded by
-            `model_def.specs`. If the model was created under `even_shares`, arrays that the mesh cannot divide evenly
-            are padded with zeros (`model_def.padded`); `logical` removes the padding.
+            `model_def.specs`. Arrays that the mesh cannot divide evenly are padded with zeros (`model_def.padded`);
+            `logical` removes the padding.
         opt_state: the state of the optax optimizer. Arrays of a parameter's shape, such as Adam's moments, are sharded
             and padded like the parameter.
         step: the number of updates made, int32.
@@ -83,10 +83,15 @@ class TrainState:
         recipe: Recipe | None = None,
         offload: Offloaded | None = None,
     ) -> TrainState:
-        """Returns the state at step 0. Allocates nothing if the model is abstract (see `abstract_model`). Warns if the
-        optimizer treats the layers of a `Stack` as one tensor (see `per_layer`); if no weight is sharded although the
-        mesh has an axis that shards weights; and, unless the model is abstract, if there are several devices but no
-        mesh in scope.
+        """Returns the state at step 0, whose parameters are the model's own arrays. Allocates nothing if the model is
+        abstract (see `abstract_model`).
+
+        Weights whose dimensions the mesh does not divide are padded first, in the model too, so that all devices store
+        equal shares. They stay as they are under `gtp_jax.layout.even_shares(False)`, and with `offload`.
+
+        Warns if the optimizer treats the layers of a `Stack` as one tensor (see `per_layer`); if no weight is sharded
+        although the mesh has an axis that shards weights; and, unless the model is abstract, if there are several
+        devices but no mesh in scope.
 
         Args:
             model: the model.
@@ -115,6 +120,8 @@ class TrainState:
         check_mesh_in_scope(creates=not abstract)
         mesh = mesh_of_devices("gtp_jax.TrainState.create")
         scaling: Any = first_scaling(model, recipe)
+        if offload is None:
+            store_evenly(model)
         model_def, params, model_state, frozen = split_model(model)
         warn_of_layers_as_one(optimizer, model_def, params)
         if (ranks := degrees(model_def.roles.weights)) > 1 and has_weights_to_shard(model):

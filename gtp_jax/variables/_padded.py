@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from typing import Any, Self
 
 import jax
@@ -10,7 +12,7 @@ from flax import nnx
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
-from ..layout import AnyLayout, Placement, cut, cut_shape, is_padded, pad
+from ..layout import SMALL, AnyLayout, ArrayLayout, Layout, Placement, cut, cut_shape, is_padded, pad, padded_shape
 from ..mesh import current_view, stacked_spec
 
 
@@ -97,6 +99,35 @@ class _RefuseOptimizer:
 refuse_optimizer = _RefuseOptimizer()
 
 
+class _WarnOptimizer:
+    """A hook for `on_create_value` that warns when an `nnx.Optimizer` creates a variable with the metadata and the
+    shape of a large parameter that a `TrainState` would store padded. Its truth value is false, as that of
+    `_RefuseOptimizer`."""
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __repr__(self) -> str:
+        return "warn_optimizer"
+
+    def __call__(self, variable: nnx.Variable, value: Any) -> Any:
+        even = even_layout(variable)
+        if even is None or not isinstance(variable, nnx.OptState):
+            return value
+        if _has_shape(value, even.shape) and math.prod(even.shape) > SMALL:
+            warnings.warn(
+                f"an `nnx.Optimizer` updates a weight of shape {even.shape}, which every device stores whole, or in "
+                "larger parts than an even share, because the mesh divides none of its dimensions. A "
+                "`gtp_jax.TrainState` stores it padded, in equal parts. Otherwise, choose sizes that the degrees "
+                "divide.",
+                stacklevel=2,
+            )
+        return value
+
+
+warn_optimizer = _WarnOptimizer()
+
+
 class RefuseLinen:
     """The `linen_meta_type` of a padded weight. `nnx.bridge.to_linen` asks this class what Linen should store. The
     class raises an error, because Linen would store the whole array on every rank, in a separate collection."""
@@ -123,7 +154,7 @@ def _not_updated(metadata: dict[str, Any]) -> ValueError:
     return ValueError(
         f"{_padded_to(metadata)}, and an `nnx.Optimizer` or a call of `nnx.update` does not know which elements are "
         "padding. Train with `gtp_jax.TrainState` and `train_step`; pass `nnx.update` an array of the weight's own "
-        "shape; or create the model outside of `gtp_jax.layout.even_shares()`."
+        "shape; or create the model again, outside of `gtp_jax.layout.even_shares()`, and make no `TrainState` of it."
     )
 
 
@@ -140,6 +171,39 @@ def make_padded(param: nnx.Variable, placement: Placement) -> None:
     """
     object.__setattr__(param, "__class__", PaddedParam)
     param.set_metadata(padded=placement, on_create_value=refuse_optimizer, linen_meta_type=RefuseLinen)
+
+
+def even_layout(variable: nnx.Variable) -> AnyLayout | None:
+    """Returns the layout with which a `TrainState` stores a weight padded that is not padded yet; `None` if there is
+    none. See `gtp_jax.layout.even_shares`."""
+    metadata = variable.get_metadata()
+    layout = metadata.get("array") or metadata.get("layout") or metadata.get("placement")
+    return None if layout is None else layout.even
+
+
+def store_even(param: nnx.Variable) -> None:
+    """Stores a weight of gtp_jax's own layers with its `even_layout`: changes the variable in place.
+
+    Args:
+        param: a parameter of the class `nnx.Param`, or of a class that may be padded.
+    """
+    metadata, even = param.get_metadata(), even_layout(param)
+    assert isinstance(even, Layout | ArrayLayout), even
+    value = param.get_raw_value()
+    if "array" in metadata:
+        param.set_metadata(array=even)
+    param.set_metadata(layout=even.matrix if isinstance(even, ArrayLayout) else even)
+    if metadata.get("out_sharding") is not None:
+        param.set_metadata(out_sharding=tuple(stacked_spec(even.spec, value.ndim)))
+    param.set_metadata(on_create_value=refuse_optimizer, linen_meta_type=RefuseLinen)
+    if not isinstance(param, Padded):
+        object.__setattr__(param, "__class__", PaddedParam)
+    if isinstance(value, jax.ShapeDtypeStruct):
+        spec, shape = stacked_spec(even.spec, value.ndim), padded_shape(value.shape, even)
+        placed = isinstance(value.sharding, NamedSharding)
+        sharding = NamedSharding(value.sharding.mesh, spec) if placed else value.sharding
+        value = jax.ShapeDtypeStruct(shape, value.dtype, sharding=sharding)
+    param.set_raw_value(value)
 
 
 def padded_layout(variable: nnx.Variable) -> AnyLayout | None:

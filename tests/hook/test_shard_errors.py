@@ -1,6 +1,7 @@
 """Errors and warnings of `gtp.shard` and of sharded models, each with a remedy."""
 
 import itertools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -219,15 +220,21 @@ def odd(rows, columns, **metadata):
 @pytest.mark.filterwarnings("default")
 def test_large_weights_that_stay_whole_or_that_only_dp_divides_are_worth_a_warning():
     with scope(MESHES["gtp 8"]):
-        with pytest.warns(UserWarning, match=naming("(1031, 1033) layers.0.kernel even_shares")):
-            gtp.shard(odd(1031, 1033))
+        with gtp.layout.even_shares(False):
+            with pytest.warns(UserWarning, match=naming("(1031, 1033) layers.0.kernel even_shares(False)")):
+                gtp.shard(odd(1031, 1033))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # a `TrainState` pads it
+            model = gtp.shard(odd(1031, 1033))
+        with pytest.warns(UserWarning, match=naming("`nnx.Optimizer` (1031, 1033) `gtp_jax.TrainState`")):
+            nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
         with pytest.warns(UserWarning) as found:  # weights with a hook are never padded
             gtp.shard(odd(1031, 1033, on_get_value=lambda _, value: value))
     said = [str(one.message) for one in found if "(1031, 1033)" in str(one.message)]
     assert said and not any("even_shares" in one for one in said)
     named = naming("(1029, 1031) dp 3 layers.0.kernel 6 dp x gtp")
     with jax.set_mesh(gtp.make_mesh(dp=3, gtp=2, devices=jax.devices()[:6])):
-        with pytest.warns(UserWarning, match=named):
+        with gtp.layout.even_shares(False), pytest.warns(UserWarning, match=named):
             model = gtp.shard(odd(1029, 1031))
     assert model.layers[0].kernel.get_raw_value().sharding.spec == P("dp", None)
 

@@ -1,10 +1,12 @@
 """The state that a device stores is compared with an even share, on meshes of any size, from layouts alone."""
 
+import contextlib
 import re
 import warnings
 
 import jax
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from messages import naming
@@ -33,18 +35,20 @@ class Stock(nnx.Module):
 
 @pytest.mark.parametrize("degrees", [dict(gtp=2), dict(gtp=7), dict(gtp=72), dict(dp=3, gtp=7)], ids=str)
 def test_stock_layers_are_close_to_an_even_share_at_every_degree(degrees):
-    with abstract_mesh(**degrees), gtp.layout.even_shares(), warnings.catch_warnings():
+    with abstract_mesh(**degrees), warnings.catch_warnings():
         warnings.simplefilter("error")  # nothing stays whole
         model = abstract_model(lambda rngs: gtp.shard(Stock(rngs), "layers.*"))
         share = gtp.explain(model).share
-    assert share.even_bytes <= share.bytes <= 1.05 * share.even_bytes
+        assert share.even_bytes <= share.bytes <= 1.05 * share.even_bytes
+        gtp.TrainState.create(model, optax.adamw(1e-3))
+        assert gtp.explain(model).share == share, "a state stores what was told before"
 
 
 def test_what_a_device_stores_of_a_preset_is_told_with_padding_and_without():
     with abstract_mesh(gtp=7), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for pad, own in ((True, 13.8), (False, 38.4)):
-            with gtp.layout.even_shares(pad):
+        for scope, own in ((contextlib.nullcontext(), 13.8), (gtp.layout.even_shares(False), 38.4)):
+            with scope:
                 share = gtp.explain(abstract_model(lambda rngs: build(preset_of("8b"), rngs=rngs))).share
             assert share.degrees == dict(gtp=7)
             assert share.even_bytes / 1e9 == pytest.approx(13.8, rel=5e-3)

@@ -179,7 +179,7 @@ def test_a_weight_that_nothing_divides_is_padded_where_that_costs_least(name):
 @pytest.mark.parametrize(
     ("degrees", "shape", "pad", "message"),
     [
-        ((7, 1), (25, 100), False, "(25, 100) whole gtp 7 gtp_jax.layout.even_shares()"),
+        ((7, 1), (25, 100), False, "(25, 100) whole gtp 7 gtp_jax.layout.even_shares(False)"),
         ((3, 2), (1, 1), True, "(1, 1) whole gtp 3 sizes"),
     ],
 )

@@ -279,7 +279,7 @@ class Narrow(nnx.Module):
 
 
 def frozen_over(degree, make, recipe):
-    with scope(dict(gtp=degree)):
+    with scope(dict(gtp=degree)), gtp.layout.even_shares(False):
         gtp.nn.freeze(placed(make), recipe)
 
 
@@ -290,7 +290,7 @@ REFUSED = {
     ),
     "shards of no whole blocks": (
         lambda: frozen_over(8, Plain, gtp.NVFP4(exclude=("blocks",))),
-        "(64, 64) pair NVFP4 FP8",
+        "(64, 64) pair NVFP4 FP8 even_shares(False)",
     ),
     "columns of no whole blocks": (lambda: frozen_over(4, Narrow, gtp.NVFP4()), "(256, 24) narrow NVFP4"),
     "nothing is trained": (lambda: frozen_plain(trained=nnx.PathContains("adapter")), "`trained` adapter none nothing"),
