@@ -1,6 +1,5 @@
 """Reads the costs of a step from its compiled program: traffic, order, operations and memory. Makes no arrays."""
 
-from .._words import GPUS_PER_HOST as GPUS_PER_HOST
 from ._chips import CHIPS as CHIPS
 from ._chips import RATES as RATES
 from ._chips import Fact as Fact

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 _H200 = "NVIDIA H200 datasheet, SXM"
 _H100 = "NVIDIA H100 datasheet, SXM5"
-_DENSE = ", half of the figure with sparsity"
 _MEASURED = "measured on 8 x H200 joined by NVLink, jax 0.11.2"
 _ONE_H200 = "measured on one H200"
 _ONE_H100 = "measured on one H100"
@@ -35,9 +34,7 @@ _HOST_LINK = {
 # The latency of a link is what each array of a collective takes beyond its bytes.
 CHIPS: Mapping[str, Mapping[str, Fact]] = {
     "h200": {
-        "bf16_peak": Fact(989e12, "FLOP/s", _H200 + _DENSE),
         "bf16_ceiling": Fact(711e12, "FLOP/s", f"{_ONE_H200}: {_MATMULS}; 787e12 alone"),
-        "fp8_peak": Fact(1979e12, "FLOP/s", _H200 + _DENSE),
         "fp8_ceiling": Fact(1471e12, "FLOP/s", f"{_MEASURED}: matmul of 8192 x 8192 x 8192"),
         "attention_forward_ceiling": Fact(
             594e12, "FLOP/s", f"{_ONE_H200}: {_ATTENTION}; 494e12 at 2048, 611e12 at 65536"
@@ -49,16 +46,13 @@ CHIPS: Mapping[str, Mapping[str, Fact]] = {
         "memory": Fact(151_397_597_184, "B", "XLA's target description of the chip"),
         "memory_rate": Fact(4.8e12, "B/s", _H200),
         "memory_ceiling": Fact(4.1e12, "B/s", f"{_ONE_H200}: a copy of 256 MiB, read and written"),
-        "link_peak": Fact(450e9, "B/s", f"{_H200}: NVLink 900 GB/s, both directions together"),
         **_HOST_LINK,
         "host_link_peak": Fact(64e9, "B/s", f"{_H200}: PCIe Gen5, 128 GB/s, both directions together"),
         "link_ceiling": Fact(326e9, "B/s", f"{_MEASURED}: all-gather of 512 MB; 114e9 at 64 MB, 14e9 at 8 MB"),
         "link_latency": Fact(17e-6, "s", _LATENCY),
     },
     "h100": {
-        "bf16_peak": Fact(989e12, "FLOP/s", _H100 + _DENSE),
         "bf16_ceiling": Fact(707e12, "FLOP/s", f"{_ONE_H100}: {_MATMULS}; 798e12 alone"),
-        "fp8_peak": Fact(1979e12, "FLOP/s", _H100 + _DENSE),
         "fp8_ceiling": Fact(1453e12, "FLOP/s", f"{_TWO_H100}: 172 TFLOP of matmuls of an FP8 step took 118 ms"),
         "attention_forward_ceiling": Fact(
             582e12, "FLOP/s", f"{_ONE_H100}: {_ATTENTION}; 476e12 at 2048, 609e12 at 65536"
@@ -70,7 +64,6 @@ CHIPS: Mapping[str, Mapping[str, Fact]] = {
         "memory": Fact(84_942_979_072, "B", "XLA's target description of the chip"),
         "memory_rate": Fact(3.35e12, "B/s", _H100),
         "memory_ceiling": Fact(3.0e12, "B/s", _TWO_H100),
-        "link_peak": Fact(450e9, "B/s", f"{_H100}: NVLink 900 GB/s, both directions together"),
         **_HOST_LINK,
         "host_link_peak": Fact(64e9, "B/s", f"{_H100}: PCIe Gen5, 128 GB/s, both directions together"),
         "link_ceiling": Fact(329e9, "B/s", _TWO_H100),
@@ -78,28 +71,25 @@ CHIPS: Mapping[str, Mapping[str, Fact]] = {
     },
 }
 
-# The facts that bound each kind of work, the best first.
-RATES: Mapping[str, tuple[str, ...]] = {
-    "bf16 matmuls": ("bf16_ceiling", "bf16_peak"),
-    "FP8 matmuls": ("fp8_ceiling", "fp8_peak"),
-    "attention forward": ("attention_forward_ceiling",),
-    "attention backward": ("attention_backward_ceiling",),
-    "FP8 attention forward": ("fp8_attention_forward_ceiling",),
-    "elementwise work": ("memory_ceiling", "memory_rate"),
+# The fact that bounds each kind of work.
+RATES: Mapping[str, str] = {
+    "bf16 matmuls": "bf16_ceiling",
+    "FP8 matmuls": "fp8_ceiling",
+    "attention forward": "attention_forward_ceiling",
+    "attention backward": "attention_backward_ceiling",
+    "FP8 attention forward": "fp8_attention_forward_ceiling",
+    "elementwise work": "memory_ceiling",
 }
 
 
-def fact(chip: str, *names: str) -> Fact:
-    """Returns the first of the named facts that is known for a chip. To prefer a measured rate to that of the
-    datasheet, pass its name first.
+def fact(chip: str, name: str) -> Fact:
+    """Returns a fact about a chip.
 
     Raises:
-        ValueError: if the chip is unknown, or none of the facts is known for it.
+        ValueError: if the chip or the fact is unknown.
     """
     if chip not in CHIPS:
         raise ValueError(f"unknown chip {chip!r}; the known chips are {', '.join(sorted(CHIPS))}.")
-    known = CHIPS[chip]
-    for name in names:
-        if name in known:
-            return known[name]
-    raise ValueError(f"none of {', '.join(names)} is known for {chip!r}; the known facts are {', '.join(known)}.")
+    if name not in CHIPS[chip]:
+        raise ValueError(f"`name` is {name!r}; the known facts about {chip!r} are {', '.join(CHIPS[chip])}.")
+    return CHIPS[chip][name]

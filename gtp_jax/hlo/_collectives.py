@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 from ._groups import Groups, axes_named, replica_groups
@@ -23,9 +23,6 @@ KINDS = (
 )
 
 Direction = Literal["forward", "backward"]
-
-# A substring of the name of every traced operation that belongs to a backward pass.
-BACKWARD = "transpose("
 
 # The bytes that leave a device in a ring of n ranks, as a multiple of (n - 1) / n times the larger of operand and
 # result; 1 for other kinds.
@@ -100,18 +97,17 @@ class Collective:
         return _RING_PASSES.get(self.kind, 1) * whole * (self.group - 1) // self.group
 
 
-def collectives(program: str | Module, *, backward: str = BACKWARD) -> list[Collective]:
+def collectives(program: str | Module) -> list[Collective]:
     """Returns the collectives of a compiled program, in program order.
 
     Args:
         program: the text of a compiled module, or the parsed module.
-        backward: a substring of the names of traced operations that belong to the backward pass.
     """
     module = parse(program) if isinstance(program, str) else program
-    return [c for visit in module.walk() for c in launched(module, visit, backward=backward)]
+    return [c for visit in module.walk() for c in launched(module, visit)]
 
 
-def launched(module: Module, visit: Visit, *, backward: str = BACKWARD) -> Iterator[Collective]:
+def launched(module: Module, visit: Visit) -> Iterator[Collective]:
     """Yields the collectives that an instruction launches: one, none, or those in the fusion that it runs."""
     instruction = visit.instruction
     start = instruction.opcode.endswith("-start")
@@ -134,9 +130,14 @@ def launched(module: Module, visit: Visit, *, backward: str = BACKWARD) -> Itera
             asynchronous=start and '"is_sync":true' not in instruction.attributes,
             times=visit.times,
             exact=visit.exact,
-            direction="backward" if backward in op_name else "forward",
+            direction=direction_of(op_name),
             op_name=op_name,
         )
+
+
+def direction_of(op_name: str) -> Direction:
+    """Returns the pass to which a traced operation belongs."""
+    return "backward" if "transpose(" in op_name else "forward"
 
 
 def done(start: Instruction, scope: Computation) -> Instruction | None:
@@ -150,6 +151,13 @@ def done(start: Instruction, scope: Computation) -> Instruction | None:
         elif instruction.opcode.endswith("-done"):
             return instruction
     return None
+
+
+def waited_at(visits: Sequence[Visit], at: int) -> int:
+    """Returns the position of the instruction that waits for the asynchronous one at `at`, or `at` if its computation
+    does not wait."""
+    waiting = done(visits[at].instruction, visits[at].scope)
+    return next((other for other in range(at, len(visits)) if visits[other].instruction is waiting), at)
 
 
 def summary(collectives: Iterable[Collective]) -> list[tuple[Collective, int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..mesh import UPDATE_IN_BLOCKS
-from ._collectives import done
+from ._collectives import waited_at
 from ._hlo import Computation, Instruction, Module, Shape
 from ._launch_order import Event
 
@@ -24,9 +24,7 @@ def host_copies(module: Module) -> tuple[Event, ...]:
         copied = _copied(i)
         if copied is not None and not _is_of_state(i, visit.scope):
             kind, shape = copied
-            waiting = done(i, visit.scope)
-            end = next((other for other in range(at, len(visits)) if visits[other].instruction is waiting), at)
-            found.append(Event(kind, i.name, at, end, (shape,), visit.depth, visit.times, ""))
+            found.append(Event(kind, i.name, at, waited_at(visits, at), (shape,), visit.depth, visit.times, ""))
     return tuple(found)
 
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-from ._collectives import BACKWARD, Collective, done, launched
+from ._collectives import Collective, direction_of, launched, waited_at
 from ._hlo import BITS, Instruction, Module, Shape, Visit, parse
 from ._moved import moved_bytes
 from ._text import alike, columns, quantity
@@ -84,29 +84,21 @@ class LaunchOrder:
         """Returns the collectives of the given kinds; all collectives by default."""
         return tuple(e for e in self.events if e.collective is not None and (not kinds or e.kind in kinds))
 
-    def under(self, event: Event, kinds: Iterable[str] = COMPUTE) -> tuple[Event, ...]:
-        """Returns the events of the given kinds that are launched while a collective is in flight; by default, matmuls
-        and attention."""
-        chosen = frozenset(kinds)
-        return tuple(e for e in self.events if e.kind in chosen and event.start < e.start < event.end)
+    def under(self, event: Event) -> tuple[Event, ...]:
+        """Returns the matmuls and attention that are launched while a collective is in flight."""
+        return tuple(e for e in self.events if e.kind in COMPUTE and event.start < e.start < event.end)
 
-    def exposed(self, *kinds: str, under: Iterable[str] = COMPUTE) -> tuple[Event, ...]:
-        """Returns the collectives that no compute overlaps: synchronous ones, and those that end before any compute is
-        launched.
-
-        Args:
-            kinds: the kinds of collectives to consider; all by default.
-            under: the kinds of events that count as compute.
-        """
-        return tuple(e for e in self.collectives(*kinds) if not self.under(e, under))
+    def exposed(self, *kinds: str) -> tuple[Event, ...]:
+        """Returns the collectives of the given kinds (all by default) that no matmul or attention overlaps: synchronous
+        ones, and those that end before any is launched."""
+        return tuple(e for e in self.collectives(*kinds) if not self.under(e))
 
 
-def launch_order(program: str | Module, *, backward: str = BACKWARD) -> LaunchOrder:
+def launch_order(program: str | Module) -> LaunchOrder:
     """Returns the order in which a compiled program launches its work.
 
     Args:
         program: the text of a compiled module, or the parsed module.
-        backward: a substring of the names of traced operations that belong to the backward pass.
 
     Raises:
         ValueError: if the program is not scheduled, because its order then has no meaning.
@@ -115,9 +107,10 @@ def launch_order(program: str | Module, *, backward: str = BACKWARD) -> LaunchOr
     if not module.scheduled:
         raise ValueError("the module is not scheduled (`is_scheduled=true`): pass the text of a *compiled* program.")
     visits = list(module.walk())
-    events = [e for at, visit in enumerate(visits) for e in _events(module, visit, at, backward)]
+    events = [e for at, visit in enumerate(visits) for e in _events(module, visit, at)]
+    ends = {e.start: waited_at(visits, e.start) for e in events if e.collective and e.collective.asynchronous}
     return LaunchOrder(
-        tuple(dataclasses.replace(e, end=_end(e, visits)) for e in events if e.kind != "elementwise"),
+        tuple(dataclasses.replace(e, end=ends.get(e.start, e.start)) for e in events if e.kind != "elementwise"),
         tuple(e for e in events if e.kind == "elementwise"),
     )
 
@@ -161,20 +154,11 @@ def _bars(lanes: list[Event | None], event: Event, starting: bool) -> str:
     return bars
 
 
-def _end(e: Event, visits: list[Visit]) -> int:
-    """Returns the position at which the program waits for an event, or its start if its computation does not wait."""
-    start = visits[e.start]
-    waiting = done(start.instruction, start.scope) if e.collective and e.collective.asynchronous else None
-    if waiting is None:
-        return e.start
-    return next(at for at in range(e.start, len(visits)) if visits[at].instruction is waiting)
-
-
-def _events(module: Module, visit: Visit, at: int, backward: str) -> Iterator[Event]:
+def _events(module: Module, visit: Visit, at: int) -> Iterator[Event]:
     i = visit.instruction
     where = {"name": i.name, "start": at, "end": at, "depth": visit.depth, "times": visit.times}
     found = False
-    for c in launched(module, visit, backward=backward):
+    for c in launched(module, visit):
         found = True
         yield Event(kind=c.kind, shapes=c.results, direction=c.direction, collective=c, **where)
     for inner in [visit, *module.inside(i)] if i.opcode in _UNITS else []:
@@ -183,16 +167,12 @@ def _events(module: Module, visit: Visit, at: int, backward: str) -> Iterator[Ev
             found = True
             flops = _attention_flops(inner) if kind == "attention" else _matmul_flops(inner)
             result = inner.instruction.shapes[:1]  # a library call also returns its workspace
-            direction = _direction(inner.instruction.op_name or i.op_name, backward)
+            direction = direction_of(inner.instruction.op_name or i.op_name)
             yield Event(kind, shapes=result, direction=direction, flops=flops, rate=_rate(kind, inner), **where)
     moved = 0 if found else moved_bytes(module, visit)
     if moved:
-        direction = _direction(i.op_name, backward)
+        direction = direction_of(i.op_name)
         yield Event("elementwise", shapes=i.shapes, direction=direction, moved=moved, rate="elementwise work", **where)
-
-
-def _direction(op_name: str, backward: str) -> str:
-    return "backward" if backward in op_name else "forward"
 
 
 def _work(instruction: Instruction) -> str:

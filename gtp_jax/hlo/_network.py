@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import math
 
 from ._collectives import Collective
 
@@ -36,19 +35,10 @@ class Network:
     Attributes:
         rate: the rate at which each GPU sends beyond its host, in bytes per second and direction.
         gpus_per_host: the number of GPUs that NVLink joins.
-
-    Raises:
-        ValueError: if the rate is not a finite number above 0, or the number of GPUs is not a whole one of at least 1.
     """
 
     rate: float
     gpus_per_host: int = 8
-
-    def __post_init__(self) -> None:
-        if not 0 < self.rate < math.inf:
-            raise ValueError(f"`rate` is {self.rate!r}; it must be a finite number of bytes per second above 0.")
-        if not isinstance(self.gpus_per_host, int) or self.gpus_per_host < 1:
-            raise ValueError(f"`gpus_per_host` is {self.gpus_per_host!r}; it must be a whole number of at least 1.")
 
     def ranks_per_host(self, collective: Collective) -> int | None:
         """Returns the smallest number of ranks of a group that share a host, or `None` if no group spans hosts."""

@@ -100,8 +100,8 @@ def timeline(program: LaunchOrder, chip: str, network: Network | None = None) ->
         ValueError: if the chip is unknown.
     """
     launched = sorted((*program.events, *program.elementwise), key=lambda event: event.start)
-    rates = {rate: fact(chip, *names) for rate, names in RATES.items() if any(e.rate == rate for e in launched)}
-    link_rate, link_latency = fact(chip, "link_ceiling", "link_peak"), fact(chip, "link_latency")
+    rates = {rate: fact(chip, name) for rate, name in RATES.items() if any(e.rate == rate for e in launched)}
+    link_rate, link_latency = fact(chip, "link_ceiling"), fact(chip, "link_latency")
     spans: dict[int, Span] = {}
     compute, stream = 0.0, _Stream()  # the time at which the compute stream becomes idle, in microseconds
     points = [(e.start, 1, i) for i, e in enumerate(launched)]

@@ -3,9 +3,6 @@
 from ..runner.flags import FaultOptions as FaultOptions
 from ..runner.flags import InspectOptions as InspectOptions
 from ..runner.flags import MemoryOptions as MemoryOptions
-from ._breakdown import EXPOSED as EXPOSED
-from ._breakdown import IDLE as IDLE
-from ._breakdown import Breakdown as Breakdown
 from ._breakdown import breakdown as breakdown
 from ._explain import AttentionFact as AttentionFact
 from ._explain import ExpertsFact as ExpertsFact
@@ -28,10 +25,6 @@ from ._report import as_text as as_text
 from ._share import StateShare as StateShare
 from ._state_memory import StateMemory as StateMemory
 from ._timeline import draw as draw
-from ._trace import KINDS as KINDS
-from ._trace import Op as Op
-from ._trace import kind_of as kind_of
-from ._trace import parse_trace as parse_trace
 from ._trace import read_trace as read_trace
 from ._trace_picture import draw_trace as draw_trace
 from ._trace_picture import sentence as sentence

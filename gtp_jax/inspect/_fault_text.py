@@ -54,7 +54,7 @@ def _transfers(report: FaultReport) -> str:
 
 
 def _times(report: FaultReport, chip: str) -> str:
-    link, memory = fact(chip, "link_ceiling", "link_peak").value, fact(chip, "memory_rate").value
+    link, memory = fact(chip, "link_ceiling").value, fact(chip, "memory_rate").value
     sizes = dataclasses.asdict(report.transferred)
     seconds = {name: size / (memory if name == "copies" else link) for name, size in sizes.items()}
     names = {

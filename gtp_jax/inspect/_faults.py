@@ -13,7 +13,7 @@ import optax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from ..hlo import quantity
-from ..layout import Layout, even_shares
+from ..layout import even_shares
 from ..mesh import AXES, DP, TP, Roles, use_roles, with_paths
 from ..models import build, preset_of
 from ..nn import ModelDef, Split
@@ -148,7 +148,7 @@ def _state_bytes(core: ModelDef, params: Any, plan: FaultPlan) -> tuple[int, flo
     optimizer = optax.adamw(1e-3)
     specs = state_specs(core, optimizer, params)
     arrays = jax.tree.leaves((params, jax.eval_shape(optimizer.init, params)))
-    partitions = jax.tree.leaves((specs.params, specs.opt_state), is_leaf=lambda s: isinstance(s, PartitionSpec))
+    partitions = jax.tree.leaves((specs.params, specs.opt_state))
     sizes = dict(zip(AXES, (len(plan.replicas), plan.gtp, plan.core_tp), strict=True))
     own = sum(_part_bytes(x.shape, x.dtype, spec, sizes) for x, spec in zip(arrays, partitions, strict=True))
     shapes = zip(core.logical_shapes(params).values(), jax.tree.leaves(params), strict=True)
@@ -205,15 +205,10 @@ def _memory(
 def _owners(of_degree: dict[int, ModelDef]) -> dict[str, dict[int, tuple[int, ...]]]:
     found: dict[str, dict[int, tuple[int, ...]]] = {}
     for tp, model_def in sorted(of_degree.items(), reverse=True):
-        for name, layout in _layouts(model_def):
+        for path, layout in with_paths(model_def.layouts):
             if layout.split is not None:
-                found.setdefault(name, {})[tp] = layout.split.owners
+                found.setdefault(".".join(path), {})[tp] = layout.split.owners
     return found
-
-
-def _layouts(model_def: ModelDef) -> list[tuple[str, Layout]]:
-    leaves = with_paths(model_def.layouts, is_leaf=lambda leaf: leaf is None or isinstance(leaf, Layout))
-    return [(".".join(path), layout) for path, layout in leaves if layout is not None]
 
 
 def _check_memory(report: FaultReport, options: FaultOptions) -> None:

@@ -119,7 +119,7 @@ def _prepared(group: WeightGroup) -> LifeState:
         return LifeState("prepared", when, "nothing to do: it is stored as it is sent", "")
     over = f" joined over {_axes(first.optimizer.axes)}" if group.divided else ""
     if isinstance(group.wire, Format):
-        fit = not isinstance(group.wire, Format) or weights.shards_fit([group.layouts], group.wire)
+        fit = weights.shards_fit([group.layouts], group.wire)
         whole = "" if fit else ", quantized whole because shards would split its blocks"
         amax = ", one amax reduced over all shards" if group.wire.has_amax else ""
         amax = amax if group.delayed is None else ", scaled by the amaxes of earlier steps"
@@ -137,16 +137,11 @@ def _prepared(group: WeightGroup) -> LifeState:
 
 def _sent(group: WeightGroup, each: str) -> list[LifeState]:
     size = quantity(weights.bytes_on_wire(group) // group.layouts[0].shards, "B")
+    kind, made = _kind_of_wire(group), _name(weights.frozen_wires if group.frozen else weights.wires_of)
     if group.wire is not None:
-        kind: Any = StoredCodes if group.frozen else Packed
-        if isinstance(group.wire, Tiled):
-            kind = StoredTiles if group.frozen else Tiles
-        known = isinstance(group.wire, Format | Tiled)
-        own = kind.__name__ if known else f"a wire of {group.wire.name}"
-        made = _name(weights.frozen_wires if group.frozen else weights.wires_of)
+        own = f"a wire of {group.wire.name}" if kind is None else kind.__name__
         return [LifeState("on the wire", each, f"{own}: {size} of {group.wire.name}", made)]
     own = f"{Kernels.__name__}: {len(group.layouts)} arrays" if len(group.layouts) > 1 else f"{Kernels.__name__}"
-    made = _name(weights.frozen_wires if group.frozen else weights.wires_of)
     sent = LifeState("on the wire", each, f"{own}, {size} in {group.dtype.name}", made)
     dtypes = (group.dtype,) * len(group.layouts) if group.frozen or group.divided else group.param_dtypes
     if not group.travels or all(dtype == group.dtype for dtype in dtypes):
@@ -164,14 +159,18 @@ def _gathered(group: WeightGroup, each: str) -> LifeState:
     kind = f"codes of {group.wire.name}" if group.as_codes and group.wire is not None else group.dtype.name
     what = f"fused weight {shape}, {kind}"
     what += f", from {first.ranks} ranks of {_axes(first.axes)}" if group.ranks > 1 else ", no communication"
-    wire: Callable[..., Any] = Kernels.gather
-    if group.wire is not None:
-        wire = StoredCodes.gather if group.frozen else Packed.gather
+    wire = _kind_of_wire(group)
+    made = f"`gather` of what {type(group.wire).__name__} makes" if wire is None else _name(wire.gather)
+    return LifeState("gathered", each, what, made)
+
+
+def _kind_of_wire(group: WeightGroup) -> Any:
+    """Returns the class of what a group sends; `None` for a format of other authors."""
     if isinstance(group.wire, Tiled):
-        wire = StoredTiles.gather if group.frozen else Tiles.gather
-    elif not isinstance(group.wire, Format | None):
-        return LifeState("gathered", each, what, f"`gather` of what {type(group.wire).__name__} makes")
-    return LifeState("gathered", each, what, _name(wire))
+        return StoredTiles if group.frozen else Tiles
+    if isinstance(group.wire, Format):
+        return StoredCodes if group.frozen else Packed
+    return Kernels if group.wire is None else None
 
 
 def _gradients(group: WeightGroup, each: str) -> list[LifeState]:

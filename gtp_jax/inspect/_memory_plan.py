@@ -20,7 +20,6 @@ from ..nn import abstract_model, split_model
 from ..runner.flags import MemoryOptions
 from ._share import BYTES_OF_MOMENTS, BYTES_OF_STATE, StateShare, share_of
 from ._state_memory import StateMemory
-from ._timeline import seconds
 
 # What JAX may allocate of a GPU's memory, as a share, and its default.
 _FRACTION, _DEFAULT_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION", 0.75
@@ -67,10 +66,6 @@ class MemoryPlan:
     padded: str
     limit_bytes: int
 
-    def left(self, choice: Choice) -> int:
-        """Returns the bytes of a device that a choice leaves for activations; negative if it does not fit."""
-        return self.limit_bytes - choice.step_bytes
-
     def __str__(self) -> str:
         chip, target = self.options.machine.chip, self.options.target
         mesh = " x ".join(f"{axis} {size}" for axis, size in self.degrees.items())
@@ -82,7 +77,7 @@ class MemoryPlan:
                 quantity(one.between.host_bytes, "B"),
                 quantity(one.step_bytes, "B"),
                 self._verdict(one),
-                seconds(1e6 * one.between.copying_s(chip)) if one.between.host_bytes else "",
+                quantity(one.between.copying_s(chip), "s") if one.between.host_bytes else "",
             )
             for one in self.choices
         ]
@@ -104,7 +99,7 @@ class MemoryPlan:
         )
 
     def _verdict(self, choice: Choice) -> str:
-        left = self.left(choice)
+        left = self.limit_bytes - choice.step_bytes  # for activations
         if left >= 0:
             return f"{quantity(left, 'B')} are left"
         devices = self.options.machine.devices

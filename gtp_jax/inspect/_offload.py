@@ -22,7 +22,6 @@ from ..hlo import CHIPS, fact, quantity
 from ..hook import OffloadingUnit, offloading_units
 from ..mesh import axes_of, degree, degrees, platform
 from ..nn import TRACED_AS, Attention, Stack, weight_owners
-from ._timeline import seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,12 +63,12 @@ def break_even(bytes_of_layer: float, flops_of_layer: float, chip: str) -> str:
         flops_of_layer: the floating-point operations of its forward pass, per device.
         chip: the chip that sets the rates.
     """
-    link, rate = fact(chip, "host_link_peak"), fact(chip, "bf16_ceiling", "bf16_peak")
+    link, rate = fact(chip, "host_link_peak"), fact(chip, "bf16_ceiling")
     copying, computing = bytes_of_layer / link.value, flops_of_layer / rate.value
     verdict = "which hides them" if copying <= computing else f"which hides {computing / copying:.0%} of them"
     return (
-        f"break-even: a layer's {quantity(bytes_of_layer, 'B')} take {seconds(1e6 * copying)} each way; its forward "
-        f"computes for {seconds(1e6 * computing)}, {verdict}\n"
+        f"break-even: a layer's {quantity(bytes_of_layer, 'B')} take {quantity(copying, 's')} each way; its forward "
+        f"computes for {quantity(computing, 's')}, {verdict}\n"
         f"  copies at {quantity(link.value, link.unit)}: {link.source}\n"
         f"  matmuls and attention at {quantity(rate.value, rate.unit)}: {rate.source}"
     )

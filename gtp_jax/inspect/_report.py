@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import defaultdict
 from typing import Any
 
@@ -62,13 +63,13 @@ def as_json(inspection: Inspection) -> dict[str, Any]:
 
 
 def _heading(inspection: Inspection) -> str:
-    o = inspection.options
-    where = o.target or f"{_devices(inspection)} virtual CPU devices"
+    o, devices = inspection.options, math.prod(inspection.degrees.values())
+    where = o.target or f"{devices} virtual CPU devices"
     mesh = " x ".join(f"{axis} {size}" for axis, size in inspection.degrees.items())
     return (
         f"{o.title}: {inspection.param_count:,} parameters on {where}, {mesh}\n"
         f"one step: {inspection.batch} sequences of {o.seq} tokens in {o.execution.microbatches} microbatch(es), "
-        f"{quantity(inspection.flops / _devices(inspection), 'FLOP')} per device; "
+        f"{quantity(inspection.flops / devices, 'FLOP')} per device; "
         f"compiled in {inspection.compile_s:.1f} s"
     )
 
@@ -101,11 +102,11 @@ def _state_on_host(inspection: Inspection) -> str:
 
 def _on_host(inspection: Inspection) -> str:
     """Returns a table of the copies to the host and back, and whether a layer computes longer than its copies take."""
-    remat, target = inspection.options.execution.remat, inspection.options.target
+    remat, target = inspection.options.execution.remat, inspection.options.machine
     title = f"activations in the host's memory, remat {remat}"
-    if target is None or inspection.order is None or inspection.timeline is None:
+    if target is None or inspection.order is None:
         return f"{title}\n\na CPU has one memory, so nothing is copied; --target compiles for GPUs"
-    link = hlo.fact(hlo.parse_target(target).chip, "host_link_peak")
+    link = hlo.fact(target.chip, "host_link_peak")
     rows, of_layer = [], 0.0
     microbatches = inspection.options.execution.microbatches
     for kind in (hlo.TO_HOST, hlo.FROM_HOST):
@@ -114,9 +115,9 @@ def _on_host(inspection: Inspection) -> str:
         of_layer = moved / inspection.options.model.num_layers / microbatches
         bare = sum(copy.times for copy in copies if not inspection.order.under(copy))
         times = sum(copy.times for copy in copies)
-        rows.append((kind, times, quantity(moved, "B"), seconds(1e6 * moved / link.value), bare))
+        rows.append((kind, times, quantity(moved, "B"), quantity(moved / link.value, "s"), bare))
     table = columns(("copies", "count", "bytes", "take", "no compute under"), rows, right=(1, 2, 3, 4))
-    even = break_even(of_layer, inspection.layer_flops, hlo.parse_target(target).chip)
+    even = break_even(of_layer, inspection.layer_flops, target.chip)
     return f"{title}: {quantity(inspection.host_bytes, 'B')} per device\n\n{table}\n\n{even}"
 
 
@@ -227,13 +228,6 @@ def _exchanges(inspection: Inspection) -> str:
         "collectives that\nare ready at the same time. Below, XLA counts a ragged exchange at the size of the worst "
         "load."
     )
-
-
-def _devices(inspection: Inspection) -> int:
-    count = 1
-    for size in inspection.degrees.values():
-        count *= size
-    return count
 
 
 def _shape(dims: tuple[int, ...]) -> str:

@@ -19,7 +19,6 @@ from ..train import may_leave
 from ..variables import even_layout, logical_shape
 from ._offload import chip_in_scope
 from ._state_memory import StateMemory
-from ._timeline import seconds
 
 # a float32 master weight, and the two moments of AdamW
 _WEIGHT, BYTES_OF_MOMENTS = 4, 8
@@ -53,7 +52,7 @@ class StateShare:
         chip, told = chip_in_scope(), []
         for where in OFFLOADED:
             kept = self.memory(where)
-            took = seconds(1e6 * kept.copying_s(chip))
+            took = quantity(kept.copying_s(chip), "s")
             told.append(f"{quantity(kept.host_bytes, 'B')} with {where!r}, copied in {took} of a step")
         return f"{own}\n`offload` can keep a part of it on the host of an {chip}: {'; '.join(told)}"
 

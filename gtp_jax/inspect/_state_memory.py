@@ -6,10 +6,9 @@ import dataclasses
 
 from ..hlo import bytes_on_host, bytes_per_device, columns, fact, quantity
 from ..train import TrainState
-from ._timeline import seconds
 
-# The facts of a chip that bound copies from the host alone, and copies each way at once, the best first.
-_ALONE, _BOTH = ("host_link_ceiling", "host_link_peak"), ("host_link_both_ceiling", "host_link_peak")
+# The facts of a chip that bound copies from the host alone, and copies each way at once.
+_ALONE, _BOTH = "host_link_ceiling", "host_link_both_ceiling"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +32,7 @@ class StateMemory:
         Args:
             chip: the chip of `hlo.CHIPS` that sets the rates.
         """
-        return self.copied_bytes / fact(chip, *_ALONE).value + self.host_bytes / fact(chip, *_BOTH).value
+        return self.copied_bytes / fact(chip, _ALONE).value + self.host_bytes / fact(chip, _BOTH).value
 
     def table(self, chip: str | None) -> str:
         """Returns tables of the bytes and of the copies of a step.
@@ -48,16 +47,16 @@ class StateMemory:
         if chip is None:
             return f"{held}\n\n--target says how long a step takes to copy it"
         copies = []
-        for what, size, names in (
+        for what, size, name in (
             ("parameters, before forward", self.copied_bytes, _ALONE),
             ("all of it, each way at once, after backward", self.host_bytes, _BOTH),
         ):
-            rate = fact(chip, *names)
-            took = seconds(1e6 * size / rate.value)
+            rate = fact(chip, name)
+            took = quantity(size / rate.value, "s")
             copies.append((what, quantity(size, "B"), took, f"{quantity(rate.value, rate.unit)}: {rate.source}"))
         table = columns(("copied in a step", "per device", "takes", "at"), copies, right=(1, 2))
         return (
-            f"{held}\n\n{table}\n\nnothing hides these copies: they make a step {seconds(1e6 * self.copying_s(chip))} "
+            f"{held}\n\n{table}\n\nnothing hides these copies: they make a step {quantity(self.copying_s(chip), 's')} "
             "longer than what is modelled below"
         )
 

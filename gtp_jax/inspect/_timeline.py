@@ -22,16 +22,12 @@ _LANES = {"compute": 1, "communication": 0}
 
 
 def draw(line: Timeline, title: str, path: Path) -> None:
-    """Writes a picture of a timeline as a PNG file."""
-    picture(line, title).savefig(path, format="png", dpi=110)
-
-
-def picture(line: Timeline, title: str) -> Any:
-    """Returns a timeline as a matplotlib figure, wrapped into rows like text.
+    """Draws a timeline, wrapped into rows like text.
 
     Args:
         line: the timeline.
-        title: the first line of the figure's heading.
+        title: the first line of the picture's heading.
+        path: the PNG file to write.
     """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -64,7 +60,7 @@ def picture(line: Timeline, title: str) -> Any:
         f"exposed {seconds(line.exposed_us)}",
         fontsize="medium",
     )
-    return figure
+    figure.savefig(path, format="png", dpi=110)
 
 
 def seconds(duration_us: float) -> str:

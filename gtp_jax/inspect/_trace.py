@@ -74,12 +74,11 @@ def kind_of(name: str, hlo_op: str = "") -> str:
     return "copies" if words - _FILLERS and words <= _MOVES | _FILLERS else "elementwise"
 
 
-def read_trace(path: Path, device: int = 0) -> list[Op]:
-    """Returns the kernels of one device, in the order in which they started.
+def read_trace(path: Path) -> list[Op]:
+    """Returns the kernels of a host's first device, in the order in which they started.
 
     Args:
         path: an `.xplane.pb` file, or a folder that `jax.profiler.trace` has written, whose newest trace is read.
-        device: the number of the device on its host.
 
     Raises:
         FileNotFoundError: if there is no trace.
@@ -88,10 +87,10 @@ def read_trace(path: Path, device: int = 0) -> list[Op]:
     files = [path] if path.is_file() else sorted(path.rglob("*.xplane.pb"), key=lambda p: p.stat().st_mtime)
     if not files:
         raise FileNotFoundError(f"there is no trace in {path}; `gtp-jax profile --keep DIR` writes one.")
-    return parse_trace(jax.profiler.ProfileData.from_file(str(files[-1])), device)
+    return parse_trace(jax.profiler.ProfileData.from_file(str(files[-1])))
 
 
-def parse_trace(profile: Any, device: int = 0) -> list[Op]:
+def parse_trace(profile: Any) -> list[Op]:
     """Reads a `jax.profiler.ProfileData` as `read_trace` does."""
     with warnings.catch_warnings():
         # jaxlib's own bindings raise deprecation warnings, which would abort the process if warnings are errors
@@ -99,10 +98,10 @@ def parse_trace(profile: Any, device: int = 0) -> list[Op]:
         raw = [
             (event.name, str(stats.get("hlo_op", "")), stream, event.start_ns, event.start_ns + event.duration_ns)
             for plane in profile.planes
-            for stream, event, stats in _kernels(plane, device)
+            for stream, event, stats in _kernels(plane)
         ]
     if not raw:
-        raise ValueError(f"the trace holds no kernel of device {device}: it was taken while nothing ran there.")
+        raise ValueError("the trace holds no kernel of device 0: it was taken while nothing ran there.")
     begin = min(start for *_, start, _ in raw)
     ops = [
         Op(name, kind_of(name, hlo_op), stream, (start - begin) / 1e3, (end - begin) / 1e3)
@@ -111,9 +110,10 @@ def parse_trace(profile: Any, device: int = 0) -> list[Op]:
     return sorted(ops, key=lambda op: op.start_us)
 
 
-def _kernels(plane: Any, device: int):
-    """Yields (stream, event, statistics) for everything that runs on a GPU's streams, or for a CPU's HLO operations."""
-    is_gpu = plane.name == f"/device:GPU:{device}"
+def _kernels(plane: Any):
+    """Yields (stream, event, statistics) for everything that runs on the streams of device 0 if it is a GPU, or for its
+    HLO operations if it is a CPU."""
+    is_gpu = plane.name == "/device:GPU:0"
     for line in plane.lines:
         if is_gpu and "Stream" not in line.name:
             continue  # lines that summarize the streams
@@ -123,5 +123,5 @@ def _kernels(plane: Any, device: int):
             stats = dict(event.stats)
             if event.name.split(".")[0] in _CONTAINERS:
                 continue
-            if is_gpu or ("hlo_op" in stats and str(stats.get("device_ordinal")) == str(device)):
+            if is_gpu or ("hlo_op" in stats and str(stats.get("device_ordinal")) == "0"):
                 yield line.name, event, stats

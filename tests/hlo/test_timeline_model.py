@@ -10,7 +10,7 @@ from messages import naming
 from gtp_jax import hlo
 from gtp_jax.hlo import Collective, Event, LaunchOrder, Shape
 
-RATES = {rate: hlo.fact("h200", *names).value for rate, names in hlo.RATES.items()}
+RATES = {rate: hlo.fact("h200", name).value for rate, name in hlo.RATES.items()}
 LINK, LATENCY_US = hlo.fact("h200", "link_ceiling").value, 1e6 * hlo.fact("h200", "link_latency").value
 
 

@@ -13,6 +13,8 @@ from jax.sharding import PartitionSpec as P
 from messages import naming
 
 from gtp_jax import inspect
+from gtp_jax.inspect._breakdown import EXPOSED, IDLE
+from gtp_jax.inspect._trace import KINDS, Op, kind_of, parse_trace
 from gtp_jax.runner.cli import main
 
 KERNELS = {
@@ -53,16 +55,14 @@ def gpu_trace(streams: dict[str, list[tuple[str, float, float]]]):
 
 
 def test_kernels_are_known_by_their_names():
-    assert {name: inspect.kind_of(name) for name in KERNELS} == KERNELS
-    assert inspect.kind_of("kernel", "all-gather-start.2") == "all-gather"
+    assert {name: kind_of(name) for name in KERNELS} == KERNELS
+    assert kind_of("kernel", "all-gather-start.2") == "all-gather"
     # a call of this library's is one of quantization unless its kernel says otherwise
     of_experts = {"grouped_matmul_kernel<gtp::Factor>": "matmul", "take_kernel": "copies", "transpose_kernel": "copies"}
-    found = {name: inspect.kind_of(f"void gtp::cuda::{name}(Job)", "ffi_call.3") for name in of_experts}
-    assert found == of_experts and inspect.kind_of("void gtp::cuda::kernel(Job)", "ffi_call.3") == "quantization"
-    assert (
-        inspect.kind_of("copy_bitcast_fusion.3") == "copies" and inspect.kind_of("copy_add_fusion.3") == "elementwise"
-    )
-    assert set(KERNELS.values()) == set(inspect.KINDS)
+    found = {name: kind_of(f"void gtp::cuda::{name}(Job)", "ffi_call.3") for name in of_experts}
+    assert found == of_experts and kind_of("void gtp::cuda::kernel(Job)", "ffi_call.3") == "quantization"
+    assert kind_of("copy_bitcast_fusion.3") == "copies" and kind_of("copy_add_fusion.3") == "elementwise"
+    assert set(KERNELS.values()) == set(KINDS)
 
 
 def test_communication_without_compute_is_exposed():
@@ -75,16 +75,16 @@ def test_communication_without_compute_is_exposed():
             "Stream #31(Collective)": [(gather, 0, 30), (scatter, 50, 80)],
         }
     )
-    found = inspect.breakdown(inspect.parse_trace(profile))
+    found = inspect.breakdown(parse_trace(profile))
     assert found.total_us == pytest.approx(100)
     assert found.by_kind["copies"] == pytest.approx(2)
     assert (found.by_kind["matmul"], found.by_kind["attention"]) == pytest.approx((40, 15))
-    assert found.by_kind[inspect.EXPOSED] == found.exposed_us == pytest.approx(10 + 20)
-    assert found.by_kind[inspect.IDLE] == pytest.approx(3 + 10)
+    assert found.by_kind[EXPOSED] == found.exposed_us == pytest.approx(10 + 20)
+    assert found.by_kind[IDLE] == pytest.approx(3 + 10)
     assert found.communication_us == pytest.approx(60)
     assert found.exposed == (pytest.approx((0, 10)), pytest.approx((60, 80)))
-    with pytest.raises(ValueError, match=naming("kernel device 1")):
-        inspect.parse_trace(profile, device=1)
+    with pytest.raises(ValueError, match=naming("kernel device 0")):
+        parse_trace(jax.profiler.ProfileData.from_text_proto('planes { name: "/host:CPU" }'))
 
 
 def test_every_moment_is_counted_once():
@@ -93,7 +93,7 @@ def test_every_moment_is_counted_once():
         ops = []
         for i in range(draw.randrange(1, 60)):
             start = draw.uniform(0, 100)
-            ops.append(inspect.Op(f"k{i}", draw.choice(inspect.KINDS), "s", start, start + draw.expovariate(0.3)))
+            ops.append(Op(f"k{i}", draw.choice(KINDS), "s", start, start + draw.expovariate(0.3)))
         found = inspect.breakdown(ops)
         begin, end = min(op.start_us for op in ops), max(op.end_us for op in ops)
         assert sum(found.by_kind.values()) == pytest.approx(found.total_us) == pytest.approx(end - begin)
@@ -101,7 +101,7 @@ def test_every_moment_is_counted_once():
         moments = [draw.uniform(begin, end) for _ in range(400)]
         running = [[op for op in ops if op.start_us <= t < op.end_us] for t in moments]
         bare = sum(bool(at) and all(op.is_collective for op in at) for at in running) / len(moments)
-        assert abs(bare - found.share(inspect.EXPOSED)) < 0.15
+        assert abs(bare - found.share(EXPOSED)) < 0.15
         assert sum(b - a for a, b in found.exposed) == pytest.approx(found.exposed_us)
 
 
