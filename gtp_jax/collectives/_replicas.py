@@ -28,7 +28,7 @@ def sum_over_replicas(gradients: Any, specs: Any) -> Any:
         specs: a pytree of the same structure, with `PartitionSpec` leaves.
     """
     leaves, tree = jax.tree.flatten(gradients)
-    partitions = jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
+    partitions = jax.tree.leaves(specs)
     groups: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for i, spec in enumerate(partitions):
         groups[replica_axes(spec)].append(i)

@@ -169,7 +169,7 @@ class _Target(NamedTuple):
 
 
 def _specs(variable: nnx.Variable) -> list[PartitionSpec]:
-    return jax.tree.leaves(partition_of(variable), is_leaf=lambda node: isinstance(node, PartitionSpec))
+    return jax.tree.leaves(partition_of(variable))
 
 
 def _paddings(variable: nnx.Variable) -> list[AnyLayout | None]:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from flax import nnx
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from ..mesh import check_mesh_in_scope, mesh_of_devices
 from ._layer import partition_of, value_of, with_value
@@ -102,9 +102,7 @@ def _abstract[M: nnx.Module](factory: Callable[[nnx.Rngs], M]) -> M:
 
 def _shardings(mesh: Mesh, leaf: Any) -> Any:
     """Returns the shardings of a variable's value, as a pytree prefix of it."""
-    return jax.tree.map(
-        lambda spec: NamedSharding(mesh, spec), partition_of(leaf), is_leaf=lambda spec: isinstance(spec, PartitionSpec)
-    )
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), partition_of(leaf))
 
 
 def _refuse_tracers(model: nnx.Module) -> None:

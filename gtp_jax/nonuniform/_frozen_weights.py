@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from ..mesh import DP, axes_of
 from ..train import TrainState
@@ -80,7 +80,7 @@ class FrozenWeights:
             ValueError: if it freezes other weights, or in another format.
         """
         ours = jax.tree.structure(state.frozen)
-        theirs = jax.tree.structure(self._replicas.model_defs[0].frozen_specs, is_leaf=_is_spec)
+        theirs = jax.tree.structure(self._replicas.model_defs[0].frozen_specs)
         if ours != theirs:
             raise ValueError(
                 "the frozen weights of the state, or the format of their codes, are not those of the model that "
@@ -93,7 +93,7 @@ class FrozenWeights:
     def _gathered(self, state: TrainState) -> list[jax.Array]:
         """Returns the arrays on the core, gathered over replicas if these divide them, as with `gtp_jax.shard`."""
         leaves, core = jax.tree.leaves(state.frozen), self._replicas.core
-        specs = jax.tree.leaves(state.model_def.frozen_specs, is_leaf=_is_spec)
+        specs = jax.tree.leaves(state.model_def.frozen_specs)
         divided = [place for place, spec in enumerate(specs) if DP in axes_of(spec)]
         if divided and is_here(core):
             whole = [NamedSharding(core, without_replicas(specs[place])) for place in divided]
@@ -103,7 +103,3 @@ class FrozenWeights:
             for place, array in zip(divided, found, strict=True):
                 leaves[place] = array
         return leaves
-
-
-def _is_spec(leaf: Any) -> bool:
-    return isinstance(leaf, PartitionSpec)

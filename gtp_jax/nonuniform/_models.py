@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import AbstractMesh
 
 from ..hook import store_evenly
 from ..layout import cut_shape, padded_shape
@@ -68,7 +68,7 @@ def _leaf_specs(
     tree: Tree, core: tuple[ModelDef, Tree], replica: tuple[ModelDef, Tree], dtypes: Sequence[np.dtype] | None = None
 ) -> list[LeafSpecs]:
     found = []
-    specs = [jax.tree.leaves(one, is_leaf=_is_spec) for _, one in (core, replica)]
+    specs = [jax.tree.leaves(one) for _, one in (core, replica)]
     leaves = with_paths(tree)
     dtypes = [np.dtype(x.dtype) for _, x in leaves] if dtypes is None else dtypes
     for (path, x), dtype, *own in zip(leaves, dtypes, *specs, strict=True):
@@ -91,14 +91,10 @@ def check_parameters_only(model_def: ModelDef) -> None:
         ValueError: if the model has other variables; the message names the first ones.
     """
     if model_def.state_specs:
-        paths = [".".join(path) for path, _ in with_paths(model_def.state_specs, is_leaf=_is_spec)]
+        paths = [".".join(path) for path, _ in with_paths(model_def.state_specs)]
         raise ValueError(
             f"the model holds variables other than parameters ({', '.join(paths[:3])}), which every replica of unequal "
             "degree would update separately. Remove batch statistics and modules with random streams, such as "
             "`nnx.Dropout`; adapters (`gtp_jax.nn.lora`) have dropout without one. Or train on one mesh in "
             "`view='global'`, without `replicas`."
         )
-
-
-def _is_spec(node: Any) -> bool:
-    return isinstance(node, PartitionSpec)

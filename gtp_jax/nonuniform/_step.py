@@ -261,10 +261,10 @@ class NonuniformStep:
         self, state: TrainState, found: Tree, sums: list[jax.Array], skip: jax.Array, frozen: Tree
     ) -> tuple[TrainState, dict[str, Any]]:
         specs = state.model_def.specs
-        into = jax.tree.map(lambda spec, x: _by_replica(spec, x.ndim), specs, state.params, is_leaf=_is_spec)
+        into = jax.tree.map(lambda spec, x: _by_replica(spec, x.ndim), specs, state.params)
 
         def add_up(found: Tree, sums: list[jax.Array]) -> tuple[Tree, list[jax.Array]]:
-            each = jax.tree.map(_sum_over_replicas, specs, found, state.params, is_leaf=_is_spec)
+            each = jax.tree.map(_sum_over_replicas, specs, found, state.params)
             return each, [one[0] for one in lax.psum(sums, DP)]
 
         out = (specs, PartitionSpec())
@@ -295,7 +295,7 @@ class NonuniformStep:
         with jax.set_mesh(core):
             state.model_def.check_mesh()
         ours = jax.tree.structure(state.params)
-        theirs = jax.tree.structure(self._replicas.model_defs[0].specs, is_leaf=_is_spec)
+        theirs = jax.tree.structure(self._replicas.model_defs[0].specs)
         if ours != theirs:
             raise ValueError(
                 "the parameters of the state are not those of the model that `replicas` was made for: the model has "
@@ -336,7 +336,7 @@ def _gathered(wires: ReplicaDtypes, state: TrainState) -> Tree:
     cast = [x.astype(dtype) for x, dtype in zip(leaves, wires.weights, strict=True)]
     if not _is_divided(state):
         return jax.tree.unflatten(structure, cast)  # arrays that are not rounded stay the same
-    specs = jax.tree.leaves(state.model_def.specs, is_leaf=_is_spec)
+    specs = jax.tree.leaves(state.model_def.specs)
     rounded = constrained(cast, specs)  # round before the gather
     return jax.tree.unflatten(structure, constrained(rounded, list(map(without_replicas, specs))))
 
@@ -352,7 +352,7 @@ def _compiled(program: Any, *args: Any) -> jax.stages.Compiled:
 
 
 def _is_divided(state: TrainState) -> bool:
-    return any(DP in axes_of(spec) for spec in jax.tree.leaves(state.model_def.specs, is_leaf=_is_spec))
+    return any(DP in axes_of(spec) for spec in jax.tree.leaves(state.model_def.specs))
 
 
 def _by_replica(spec: PartitionSpec, ndim: int) -> PartitionSpec:
@@ -371,7 +371,3 @@ def _with_rows(part: jax.Array, device: Any) -> jax.Array:
         return part
     with jax.set_mesh(Mesh(np.array([device]), (DP,))):
         return jnp.reshape(part, (1,))
-
-
-def _is_spec(leaf: Any) -> bool:
-    return isinstance(leaf, PartitionSpec)

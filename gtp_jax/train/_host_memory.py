@@ -73,7 +73,7 @@ class Away:
                 "memory. Create the state under `with jax.set_mesh(gtp_jax.make_mesh(gtp=...)):`, also for one device."
             )
         leaves, structure = jax.tree.flatten(shapes)
-        partitions = jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
+        partitions = jax.tree.leaves(specs)
         own = [
             jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=_sharding(mesh, spec)) if moves else leaf
             for leaf, spec, moves in zip(leaves, partitions, (*self.params, *self.optimizer), strict=True)

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import optax
-from jax.sharding import PartitionSpec
 
 from ..mesh import Path, with_paths
 from ..nn import ModelDef
@@ -82,7 +81,7 @@ def _placed(model_def: ModelDef, updates: Tree) -> dict[Path, Placed] | None:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return None
-    specs = with_paths(model_def.specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
+    specs = with_paths(model_def.specs)
     pairs = zip(specs, jax.tree.leaves(updates), strict=True)
     return {path: Placed(leaf.shape, spec) for (path, spec), leaf in pairs}
 

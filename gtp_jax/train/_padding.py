@@ -141,8 +141,7 @@ def paddings(model_def: ModelDef, stored: Tree) -> Paddings:
     """
     if not model_def.padded:
         return Paddings()
-    is_spec = lambda node: isinstance(node, PartitionSpec)  # noqa: E731
-    specs = dict(with_paths(model_def.specs, is_spec) + with_paths(model_def.frozen_specs, is_spec))
+    specs = dict(with_paths(model_def.specs) + with_paths(model_def.frozen_specs))
     known = []
     for path, leaf in with_paths(stored):
         if (layout := model_def.padded.get(path)) is not None:

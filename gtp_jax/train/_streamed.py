@@ -211,7 +211,7 @@ def _groups(given: tuple[Tree, Tree, Tree, Tree], specs: Tree) -> list[_Streamed
         specs: the partitions of the parameters.
     """
     listed = with_paths(given)
-    partitions = dict(with_paths(specs, is_leaf=lambda s: isinstance(s, PartitionSpec)))
+    partitions = dict(with_paths(specs))
     shapes = {path: leaf.shape for path, leaf in with_paths(given[2])}
     names, own = {path: path for path in shapes}, {}
     for number, (path, leaf) in enumerate(listed):
