@@ -5,7 +5,6 @@ from ._check import check as check
 from ._count import as_count as as_count
 from ._diagnose import Diagnosis as Diagnosis
 from ._diagnose import diagnose as diagnose
-from ._finite import check_finite as check_finite
 from ._gradients import Computed as Computed
 from ._gradients import gradients as gradients
 from ._gradients import in_dtypes_of as in_dtypes_of
@@ -28,10 +27,8 @@ from ._options import GPU_OPTIONS_WITH_COPIES as GPU_OPTIONS_WITH_COPIES
 from ._options import GPU_OPTIONS_WITH_FP8 as GPU_OPTIONS_WITH_FP8
 from ._options import GPU_OPTIONS_WITH_OLD_NCCL as GPU_OPTIONS_WITH_OLD_NCCL
 from ._options import GPU_OPTIONS_WITH_TP as GPU_OPTIONS_WITH_TP
-from ._options import Option as Option
 from ._options import accepts as accepts
 from ._options import compile_options as compile_options
-from ._own_step import BringsStep as BringsStep
 from ._per_layer import is_examined as is_examined
 from ._per_layer import per_layer as per_layer
 from ._placed import Placed as Placed
@@ -39,6 +36,7 @@ from ._placed import placed_in as placed_in
 from ._request import Request as Request
 from ._request import View as View
 from ._rows import check_numbers as check_numbers
+from ._skips import check_finite as check_finite
 from ._state import TrainState as TrainState
 from ._state import constrained as constrained
 from ._state import state_specs as state_specs
@@ -48,4 +46,3 @@ from ._step import train_step as train_step
 from ._update import check_update as check_update
 from ._update import never_skip as never_skip
 from ._update import updated as updated
-from ._zero import REDUCE_OVER_DP as REDUCE_OVER_DP

@@ -7,7 +7,8 @@ gradients, are computed once, from whole arrays.
 To decide this, the update is traced for whole arrays and for the blocks, and the operations of both traces are
 compared, with calls inlined. A value is a block if it was computed from blocks by elementwise operations whose
 constants are the same in both traces: a factor may depend on the shape of its array. All other values are of whole
-arrays.
+arrays. `_on_padding` compares traces too, but asks less of an update: where the padding is zero, a sum over an array is
+right, although the sum over a block is not.
 """
 
 from __future__ import annotations
@@ -23,12 +24,11 @@ from jax.core import eval_jaxpr
 
 from ..mesh import Path
 from ._on_padding import same_constants
-from ._terms import CALLS, ELEMENTWISE
+from ._terms import CALLS, COPIES, ELEMENTWISE, called_jaxpr
 
 Tree = Any
 
 _EMPTY = jax.make_jaxpr(lambda: ())().jaxpr
-_COPIES = ("copy", "copy_p", "stop_gradient", "pvary")
 
 
 class _Constant(NamedTuple):
@@ -79,7 +79,7 @@ def _inlined(
     for eqn in jaxpr.eqns:
         operands = tuple(map(read, eqn.invars))
         if eqn.primitive.name in CALLS:
-            inner = next(eqn.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in eqn.params)
+            inner = called_jaxpr(eqn)
             results = _inlined(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), operands, count, ops)
         else:
             results = [next(count) for _ in eqn.outvars]
@@ -123,7 +123,7 @@ def _owner(op: _Op, again: _Op, known: Mapping[int, Path]) -> Path | None:
     if not blocks:
         scalar = name == "broadcast_in_dim" and [atom.aval.shape for atom in eqn.invars] == [()]
         return _FREE if scalar else None
-    if len(blocks - {_FREE}) > 1 or not (name in ELEMENTWISE or name in _COPIES):
+    if len(blocks - {_FREE}) > 1 or not (name in ELEMENTWISE or name in COPIES):
         return None
     if str(eqn.params) != str(again.eqn.params):
         return None  # for example, an exponent that is the number of rows

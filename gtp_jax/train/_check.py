@@ -13,12 +13,13 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from .._random_keys import as_key, is_key, key_impl, key_words
+from ..mesh import with_paths
 from ..nn import init
-from ..recipes import Recipe, check_recipe, recipe_of_call
+from ..recipes import Recipe, recipe_of_call
 from ._gradients import gradients, mean_gradients
-from ._loss import Loss, check_loss, mean
+from ._loss import Loss, mean
 from ._padding import paddings
-from ._request import Request, View, check_microbatches, check_view
+from ._request import Request, View
 from ._state import TrainState
 
 Tree = Any
@@ -71,11 +72,8 @@ def check(
             more than `tolerance`; the message names the first such tensor. Errors of the factory and of the step pass
             through.
     """
-    check_loss(loss)
-    check_view(view, has_aux=has_aux)
-    check_microbatches(microbatches)
-    check_recipe(recipe)
-    recipe = recipe_of_call(recipe)
+    request = Request(loss, view, has_aux, microbatches, recipe).checked()
+    request = request._replace(recipe=recipe_of_call(recipe))
     mesh = jax.sharding.get_mesh()
     if mesh.empty:
         raise ValueError(
@@ -90,17 +88,14 @@ def check(
     def computed() -> dict[str, np.ndarray]:
         state, batch = jax.tree.unflatten(tree, [copy() for copy in copies])
         model = init(factory, nnx.merge(streams, state))
-        state = TrainState.create(model, optax.identity(), recipe=recipe)
-        request = Request(loss, view, has_aux, microbatches, recipe)
+        state = TrainState.create(model, optax.identity(), recipe=request.recipe)
 
         def named(state: TrainState, batch: Tree) -> dict[str, Any]:
             found = gradients(request, state, batch)
             grads = paddings(state.model_def, state.params).cut(mean_gradients(state.params, found))
             parts = {"aux": found.aux, "gradient": grads, "model_state": found.model_state}
             return {"loss": mean(found.total, found.tokens)} | {
-                f"{part} {_path(path)}": leaf
-                for part, tree in parts.items()
-                for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+                f"{part} {'.'.join(path)}": leaf for part, tree in parts.items() for path, leaf in with_paths(tree)
             }
 
         return {name: np.asarray(value) for name, value in jax.jit(named)(state, batch).items()}
@@ -136,10 +131,6 @@ def _copied(leaf: Any) -> Callable[[], Any]:
         return lambda: jnp.asarray(value)
     words, impl = np.asarray(key_words(leaf)), key_impl(leaf)
     return lambda: as_key(jnp.asarray(words), impl)
-
-
-def _path(path: Any) -> str:
-    return ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
 
 
 def _difference(one: np.ndarray, other: np.ndarray) -> float:

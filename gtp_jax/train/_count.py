@@ -12,11 +12,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ..mesh import with_paths
 from ._most import most_of
-from ._needs import needs_of
+from ._needs import DECLARED, needs_of
 
 Tree = Any
-
-_DECLARED = "gtp_jax_count"
 
 
 def as_count(number: Any) -> jax.Array:
@@ -31,7 +29,7 @@ def as_count(number: Any) -> jax.Array:
     Returns:
         The number.
     """
-    return checkpoint_name(lax.stop_gradient(jnp.asarray(number)), _DECLARED)
+    return checkpoint_name(lax.stop_gradient(jnp.asarray(number)), DECLARED)
 
 
 def refuse_metric(
@@ -56,7 +54,7 @@ def refuse_metric(
         return
     before, after = (dict(with_paths(tree)) for tree in variables)
     kept = {number: after[path] for path, number in before.items() if path in after}
-    needs = needs_of(closed, [count], ends=_DECLARED, kept=kept)
+    needs = needs_of(closed, [count], kept)
     if needs.inputs.isdisjoint(jax.tree.leaves(params)) and not any(id(array) in needs.constants for array in made):
         return
     dtype = getattr(closed, "jaxpr", closed).outvars[count].aval.dtype
@@ -85,7 +83,7 @@ def refuse_examples(closed: Any, count: int | None, routed: Sequence[tuple[int, 
     if count is None or not routed:
         return
     examples, tokens = min(routed)
-    if tokens > 2 and (most := most_of(closed, count, ends=_DECLARED)) <= examples * ranks:
+    if tokens > 2 and (most := most_of(closed, count)) <= examples * ranks:
         raise ValueError(
             f"`loss` returns (sum, count) with a count of at most {most:g}, no more than one for each example, but "
             f"experts route {examples * ranks} examples of {tokens} tokens, and add terms to the gradient that are "

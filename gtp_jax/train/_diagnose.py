@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ..mesh import degrees, of_all_processes, on_device
-from ..recipes import Recipe, check_recipe, recipe_of_call
+from ..mesh import degrees, of_all_processes, on_device, with_paths
+from ..recipes import Recipe, recipe_of_call
 from ._gradients import gradients, mean_gradients
-from ._loss import Loss, check_loss, mean
+from ._loss import Loss, mean
 from ._memory import check_values
 from ._probes import Probes
-from ._request import Request, View, check_view
+from ._request import Request, View
 from ._rows import check_arrays, check_filled, check_rows
 from ._state import TrainState, check_state
 
@@ -102,11 +102,10 @@ def diagnose(
         TypeError: if `loss` is not callable, or returns anything other than `train_step` allows; if `state` is not a
             `TrainState`; or if `recipe` is not a recipe.
     """
-    check_loss(loss)
-    check_view(view, has_aux=has_aux)
+    request = Request(loss, view, has_aux, 1, recipe, seed=seed).checked()
+    request = request._replace(recipe=recipe_of_call(recipe))
     check_state(state)
     check_values(state)
-    check_recipe(recipe)
     state = dataclasses.replace(state, params=on_device(state.params))
     flags, names = _finite_leaves(state.params)
     if not flags.all():
@@ -116,7 +115,6 @@ def diagnose(
     rows = _rows_of(batch)
     if rows % ranks:
         raise ValueError(f"`batch` has {rows} rows; it must have a multiple of {' * '.join(roles.batch)} = {ranks}.")
-    request = Request(loss, view, has_aux, 1, recipe_of_call(recipe), seed=seed)
     probes = Probes(state)
 
     def finite(state: TrainState, batch: Tree, places: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -180,10 +178,8 @@ def _rows_of(batch: Tree) -> int:
 
 
 def _finite_leaves(params: Tree) -> tuple[np.ndarray, list[str]]:
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    flags = jax.jit(lambda xs: jnp.array([jnp.isfinite(x).all() for x in xs], bool))([x for _, x in leaves])
-    names = [".".join(str(getattr(key, "key", key)) for key in path) for path, _ in leaves]
-    return np.asarray(flags.addressable_shards[0].data), names
+    flags = jax.jit(lambda xs: jnp.array([jnp.isfinite(x).all() for x in xs], bool))(jax.tree.leaves(params))
+    return np.asarray(flags.addressable_shards[0].data), [".".join(path) for path, _ in with_paths(params)]
 
 
 def _first(probes: Probes) -> tuple[str | None, str | None]:

@@ -23,17 +23,16 @@ from ..collectives import sum_over_replicas
 from ..experts import check_loss_reduction, routed_into
 from ..hook import quantized, recipe_of_step, with_made
 from ..mesh import degrees, on_device, use_roles, with_paths
-from ..nn import drops, groups_of, keys_of, shards_of, with_dropout, with_groups
-from ..recipes import Recipe
+from ..nn import groups_of, keys_of, shards_of, with_dropout, with_groups
 from ..weights import ModulePath, forget_after, prepare
 from ._batch import microbatches_of, shard_batch, split_microbatches
 from ._count import refuse_examples, refuse_metric
 from ._loss import Returned, evaluate, mean, wide
+from ._microbatch_keys import keys_of_microbatch
 from ._microbatches import as_stored, over_microbatches
 from ._needs import numbered
 from ._on_ranks import over_all_ranks, over_mesh
 from ._request import Request
-from ._rounding import rounding_key
 from ._rows import check_arrays, check_filled, check_rows
 from ._scaling import amaxes_in_use, check_scaling, over_ranks, scaling_of, slots_of
 from ._state import TrainState, constrained
@@ -170,9 +169,8 @@ def _on_global_arrays(request: Request, state: TrainState, batch: Tree) -> Compu
         def one(
             params: Tree, slots: Tree, model_state: Tree, part: Tree, number: Any
         ) -> tuple[jax.Array, tuple[Any, Tree, Tree]]:
-            key = rounding_key(request.seed, state.step, number) if _rounds(request.recipe) else None
-            dropout = _dropout_key(request, state, number)
-            model, returned = _called(request, lambda: model_of(params, model_state, key, dropout, slots), part)
+            keys = keys_of_microbatch(request, state, number)
+            model, returned = _called(request, lambda: model_of(params, model_state, *keys, slots), part)
             check_loss_reduction(model, "mean" if returned.tokens is None else "sum")
             after = model_def.state_of(model)
             if count > 1:  # the loop over microbatches carries `model_state`
@@ -237,19 +235,14 @@ def _on_each_rank(request: Request, state: TrainState, batch: Tree) -> Computed:
     routed: list[tuple[int, int]] = []
 
     def local(params: Tree, frozen: Tree, scaling: Tree, batch: Tree, step: jax.Array):
-        own = dataclasses.replace(state, params=params, frozen=frozen, scaling=scaling)
+        own = dataclasses.replace(state, params=params, frozen=frozen, scaling=scaling, step=step)
         model_of = _model_of(request, own, whole_gradients=last)
         params = placeholders(params, model_def.layouts) if last else params
 
         @forget_after()
         def one(params: Tree, slots: Tree, part: Tree, number: jax.Array | int):
-            key = (
-                rounding_key(request.seed, step, number, of_rank=True, replica=request.replica)
-                if _rounds(request.recipe)
-                else None
-            )
-            dropout = _dropout_key(request, state, number, step)
-            model, returned = _called(request, lambda: model_of(params, {}, key, dropout, slots), part)
+            keys = keys_of_microbatch(request, own, number, of_rank=True)
+            model, returned = _called(request, lambda: model_of(params, {}, *keys, slots), part)
             returned = _sums(returned)
             check_loss_reduction(model, "sum")
             return returned.total, returned.tokens
@@ -287,21 +280,6 @@ def _called(request: Request, make: Callable[[], Any], batch: Tree) -> tuple[Any
     """Returns the model that `make` makes, after the loss of a batch has been computed with it, and what the loss
     returned. Refuses a loss that writes a parameter; see `without_writes`."""
     return without_writes(make, lambda model: evaluate(request.loss, model, batch, has_aux=request.has_aux))
-
-
-def _rounds(recipe: Recipe | None) -> bool:
-    """Returns whether a recipe stochastically rounds the gradients that matmuls take as operands."""
-    return recipe is not None and any(k.operands is not None and k.operands.stochastic for k in recipe.kinds)
-
-
-def _dropout_key(
-    request: Request, state: TrainState, number: jax.Array | int, step: jax.Array | None = None
-) -> jax.Array | None:
-    """Returns the key of a microbatch for the dropout of adapters, uint32 `(2,)`, or `None` if the model has no adapter
-    with dropout. All ranks of a mesh get the same key; replicas with separate meshes get different keys."""
-    if not drops(state.model_def.variables):
-        return None
-    return rounding_key(request.seed, state.step if step is None else step, number, replica=request.replica)
 
 
 class _ModelOf(NamedTuple):

@@ -2,6 +2,9 @@
 
 A `Stack` stores one array per parameter for all its layers, with a leading dimension of layers. Such a parameter is
 called stacked.
+
+`per_layer` asks whether an update can be mapped over layers; this module asks whether that would change it, and only
+warns: one tensor may be meant, and of a chain only its author knows which transformations must see all layers.
 """
 
 from __future__ import annotations

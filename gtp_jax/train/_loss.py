@@ -58,7 +58,7 @@ def evaluate(loss: Loss, model: Any, batch: Tree, *, has_aux: bool) -> Returned:
         if not isinstance(returned, tuple) or len(returned) != 2:
             raise TypeError(
                 "with `has_aux=True`, `loss` must return a pair (loss, aux), where `loss` is a scalar or (sum of token "
-                f"losses, number of tokens); it returned {_described(returned)}"
+                f"losses, number of tokens); it returned {_described(returned)}."
             )
         returned, aux = returned
     if isinstance(returned, tuple) and len(returned) == 2 and all(map(_is_scalar, returned)):
@@ -67,7 +67,7 @@ def evaluate(loss: Loss, model: Any, batch: Tree, *, has_aux: bool) -> Returned:
         raise TypeError(
             "`loss` must return a scalar, such as a mean; or two scalars, (sum of token losses, number of tokens), "
             "such as `gtp_jax.cross_entropy(logits, targets)`, whose quotient a step takes over the whole batch. "
-            f"It returned {_described(returned)} If it returns more than its loss, pass `has_aux=True`."
+            f"It returned {_described(returned)}. If it returns more than its loss, pass `has_aux=True`."
         )
     return Returned(wide(_float(returned)), None, _arrays(aux))
 
@@ -163,9 +163,9 @@ def _float(value: Any) -> jax.Array:
 
 
 def _described(returned: Any) -> str:
-    """Returns the end of a sentence that says what was returned."""
+    """Returns what was returned, as a noun."""
     if returned is None:
-        return "None: is a `return` missing?"
+        return "None, as without a `return`"
     if isinstance(returned, jax.Array):
-        return f"an array of shape {returned.shape}."
-    return f"{type(returned).__name__} of shapes {jax.tree.map(jnp.shape, returned)}."
+        return f"an array of shape {returned.shape}"
+    return f"a {type(returned).__name__} of shapes {jax.tree.map(jnp.shape, returned)}"

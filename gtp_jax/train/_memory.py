@@ -13,7 +13,7 @@ from ..mesh import Path, with_paths
 Tree = Any
 
 
-def check_held(state: Tree, *_: Any) -> None:
+def check_held(state: Tree) -> None:
     """Refuses a state whose arrays were donated to a step.
 
     Raises:
@@ -29,7 +29,7 @@ def check_held(state: Tree, *_: Any) -> None:
     )
 
 
-def check_values(state: Tree, *_: Any) -> None:
+def check_values(state: Tree) -> None:
     """Refuses a state whose arrays were donated to a step, and an abstract state, which has shapes but no values.
 
     Raises:

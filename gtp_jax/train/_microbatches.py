@@ -1,4 +1,8 @@
-"""Sums gradients over microbatches."""
+"""Sums gradients over microbatches.
+
+A batch in one part does without this loop: there is nothing to add, so its `aux` may hold what cannot be added, and its
+variables may change their shapes and dtypes.
+"""
 
 from __future__ import annotations
 

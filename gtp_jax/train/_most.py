@@ -12,7 +12,7 @@ import numpy as np
 from jax.extend import core
 
 from ..mesh import degrees
-from ._needs import BY_PLACE, inner_jaxpr
+from ._needs import BY_PLACE, DECLARED, inner_jaxpr
 
 _ELEMENTS = frozenset(
     "abs ceil concatenate convert_element_type copy copy_p device_put expand_dims floor max min name neg pad pvary "
@@ -22,17 +22,16 @@ _ELEMENTS = frozenset(
 _OF_FIRST = ("dynamic_slice", "gather")
 
 
-def most_of(closed: Any, output: int, *, ends: str = "") -> float:
+def most_of(closed: Any, output: int) -> float:
     """Returns a number that the magnitude of an output does not exceed if no float among the inputs exceeds 1, as in a
-    mask. Infinity if nothing shows one, as for a sum of integers.
+    mask. Infinity if nothing shows one, as for a sum of integers or a declared count.
 
     Args:
         closed: the closed jaxpr.
         output: the number of the output, a scalar.
-        ends: the name (`jax.ad_checkpoint.checkpoint_name`) of values of which nothing is known.
     """
     try:
-        return _Reader(closed, None, ends).of(closed.jaxpr.outvars[output])
+        return _Reader(closed, None).of(closed.jaxpr.outvars[output])
     except RecursionError:
         return math.inf
 
@@ -43,12 +42,10 @@ class _Reader:
     Args:
         closed: the jaxpr, closed or not.
         inputs: functions that return what the inputs do not exceed; `None` for the inputs of the loss.
-        ends: as in `most_of`.
     """
 
-    def __init__(self, closed: Any, inputs: Sequence[Callable[[], float]] | None, ends: str) -> None:
+    def __init__(self, closed: Any, inputs: Sequence[Callable[[], float]] | None) -> None:
         jaxpr = getattr(closed, "jaxpr", closed)
-        self._ends = ends
         self._made = {v: (eqn, place) for eqn in jaxpr.eqns for place, v in enumerate(eqn.outvars)}
         given = [functools.partial(_of_kind, v) for v in jaxpr.invars] if inputs is None else inputs
         self._given = dict(zip(jaxpr.invars, given, strict=True))
@@ -68,7 +65,7 @@ class _Reader:
         args: list[Any] = list(eqn.invars)
         outs: list[Any] = list(eqn.outvars)
         sizes = [math.prod(atom.aval.shape) for atom in (*args, *outs)]
-        if name == "name" and params["name"] == self._ends:
+        if name == "name" and params["name"] == DECLARED:
             return math.inf
         if name in BY_PLACE and len(args) == len(outs):
             return self.of(args[place]) * (degrees(params["axes"]) if name.startswith("psum") else 1)
@@ -93,7 +90,7 @@ class _Reader:
 
     def _within(self, closed: Any, args: Sequence[Any], place: int) -> float:
         given = [functools.partial(self.of, atom) for atom in args]
-        return _Reader(closed, given, self._ends).of(getattr(closed, "jaxpr", closed).outvars[place])
+        return _Reader(closed, given).of(getattr(closed, "jaxpr", closed).outvars[place])
 
 
 def _of_kind(v: Any) -> float:

@@ -9,12 +9,14 @@ import jax
 from jax.extend import core
 
 from ..hook import is_reference, scan_counts
-from ._terms import CALLS
+from ._terms import CALLS, called_jaxpr
 
 Tree = Any
 
+# The name (`jax.ad_checkpoint.checkpoint_name`) of a count that `as_count` declares.
+DECLARED = "gtp_jax_count"
+
 _CALLS = frozenset((*CALLS, "shard_map", "custom_vjp_call_jaxpr", "custom_lin"))
-_JAXPRS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 # Operations on several arrays at once, whose outputs each depend on the input in the same place.
 BY_PLACE = frozenset(("optimization_barrier", "psum", "psum2", "psum_invariant", "pmax", "pmin", "pvary"))
 
@@ -31,20 +33,18 @@ class Needs(NamedTuple):
     constants: Mapping[int, Any]
 
 
-def needs_of(closed: Any, outputs: Iterable[int], *, ends: str = "", kept: Mapping[int, int] | None = None) -> Needs:
+def needs_of(closed: Any, outputs: Iterable[int], kept: Mapping[int, int]) -> Needs:
     """Returns the inputs and constants on which some outputs depend, in whatever way: also through integers, through
     comparisons, through the predicate of a branch, and where a gradient is stopped.
 
-    An output of an operation that is not known here depends on all of its operands.
+    An output of an operation that is not known here depends on all of its operands; a declared count, on nothing.
 
     Args:
         closed: the closed jaxpr.
         outputs: the numbers of the outputs.
-        ends: the name (`jax.ad_checkpoint.checkpoint_name`) of values that count as depending on nothing.
         kept: for each input that holds an output of an earlier run, the number of that output.
     """
-    reader, kept = _Reader(ends), kept or {}
-    wanted = frozenset(outputs)
+    reader, wanted = _Reader(), frozenset(outputs)
     while True:
         inputs = reader.inputs(closed, wanted)
         more = wanted | {kept[number] for number in inputs if number in kept}
@@ -62,15 +62,11 @@ def numbered(tree: Tree) -> Tree:
 class _Reader:
     """Reads jaxprs backward.
 
-    Args:
-        ends: as in `needs_of`.
-
     Attributes:
         constants: the constants found so far, by `id`.
     """
 
-    def __init__(self, ends: str) -> None:
-        self._ends = ends
+    def __init__(self) -> None:
         self.constants: dict[int, Any] = {}
 
     def inputs(self, closed: Any, outputs: Iterable[int]) -> frozenset[int]:
@@ -91,7 +87,7 @@ class _Reader:
     def _operands(self, eqn: core.JaxprEqn, outputs: list[int]) -> Iterable[int]:
         """Returns the numbers of an operation's operands on which some of its outputs depend."""
         name, params = eqn.primitive.name, eqn.params
-        if name == "name" and params["name"] == self._ends:
+        if name == "name" and params["name"] == DECLARED:
             return ()
         if name in BY_PLACE and len(eqn.invars) == len(eqn.outvars):
             return outputs
@@ -126,6 +122,6 @@ class _Reader:
 
 def inner_jaxpr(eqn: core.JaxprEqn) -> Any:
     """Returns the jaxpr, closed or not, that an operation calls once with its operands; `None` for other operations."""
-    inner = next((eqn.params[key] for key in _JAXPRS if key in eqn.params), None)
+    inner = called_jaxpr(eqn)
     fits = inner is not None and len(getattr(inner, "jaxpr", inner).invars) == len(eqn.invars)
     return inner if fits and eqn.primitive.name in _CALLS else None

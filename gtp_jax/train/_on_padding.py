@@ -31,7 +31,7 @@ from ..nn import ModelDef
 from ._layers_as_one import traced_update
 from ._padding import Paddings
 from ._per_layer import NotPerLayer
-from ._terms import CALLS, ELEMENTWISE
+from ._terms import CALLS, COPIES, ELEMENTWISE, called_jaxpr
 
 Tree = Any
 
@@ -92,7 +92,6 @@ def _found(
     return tuple(kind is Kind.ANY for kind in kinds)
 
 
-_SAME = ("copy", "copy_p", "stop_gradient", "pvary")
 _ZERO_OF_ZEROS = frozenset(
     "abs add add_any asin asinh atan atanh cbrt convert_element_type expm1 floor ceil log1p max min neg real "
     "reduce_precision round sign sin sinh sqrt square sub tan tanh".split()
@@ -135,8 +134,7 @@ def kinds_of(stored: Any, logical: Any, inputs: Sequence[Kind]) -> list[Kind]:
 def _kinds_of_results(eqn: Any, again: Any, args: list[Kind]) -> list[Kind]:
     name = eqn.primitive.name
     if name in CALLS:
-        inner = next(key for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in eqn.params)
-        return kinds_of(eqn.params[inner], again.params[inner], args)
+        return kinds_of(called_jaxpr(eqn), called_jaxpr(again), args)
     if name == "cond" and args[0] is Kind.NONE:
         branches = zip(eqn.params["branches"], again.params["branches"], strict=True)
         each = [kinds_of(one, other, args[1:]) for one, other in branches]
@@ -156,7 +154,7 @@ def _kinds_of_results(eqn: Any, again: Any, args: list[Kind]) -> list[Kind]:
     scalars = [atom.aval.shape == () for atom in eqn.invars]
     if name == "broadcast_in_dim" and scalars == [True]:
         return [Kind.ZERO if _is_zero(eqn.invars[0]) else Kind.ANY]
-    if name in _SAME:
+    if name in COPIES:
         return args
     fits = all(kind is not Kind.NONE or scalar for kind, scalar in zip(args, scalars, strict=True)) and all(
         atom.aval.shape in ((), shapes[0][0]) for atom in eqn.invars

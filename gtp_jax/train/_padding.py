@@ -1,6 +1,8 @@
 """Converts the arrays of a state between their logical shapes and the padded shapes in which they are stored.
 
 An array that the mesh cannot divide evenly is stored with zeros at the end of the divided dimensions (`even_shares`).
+`_on_padding` says which optimizers update such arrays as they are, because XLA may replicate an array from which the
+padding was removed.
 """
 
 from __future__ import annotations

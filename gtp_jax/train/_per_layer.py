@@ -168,13 +168,13 @@ def _counts(params: Tree, own: Mapping[Path, int] | None) -> dict[Path, int]:
         name = path[:-1] if path not in known and path[-1:] == ("value",) else path  # in an `nnx.Variable`
         if name not in known:
             raise ValueError(
-                f"`per_layer` got an array at {_name(path)!r}, which is not a parameter of the model: it looks up by "
-                "path whether a parameter holds the layers of a `Stack`. Put it around transformations that change "
+                f"`per_layer` got an array at {'.'.join(path)!r}, which is not a parameter of the model: it looks up "
+                "by path whether a parameter holds the layers of a `Stack`. Put it around transformations that change "
                 "the tree of parameters, such as `optax.flatten`, not inside."
             )
         if known[name] and jnp.shape(leaf)[:1] != (known[name],):
             raise ValueError(
-                f"`per_layer` got an array of shape {jnp.shape(leaf)} for {_name(path)!r}, a parameter of "
+                f"`per_layer` got an array of shape {jnp.shape(leaf)} for {'.'.join(path)!r}, a parameter of "
                 f"{known[name]} layers; the first dimension must index layers. Pass the arrays that the `Stack` stores."
             )
         found[path] = known[name]
@@ -216,10 +216,10 @@ def _check_separable(traced: Any, given: Tree, like: Tree, counts: Mapping[Path,
         owner = of_parameter(path, own) or frozenset()
         reads = frozenset().union(*(of_parameter(one, own) or frozenset() for one in value.depends))
         others = sorted(other for other in reads - owner if counts[other])
-        what = f"the update of {_name(*owner)!r}" if path[0] == "0" else f"the optimizer's {_name(path[1:])!r}"
+        what = f"the update of {'.'.join(*owner)!r}" if path[0] == "0" else f"the optimizer's {'.'.join(path[1:])!r}"
         if others:
             raise NotPerLayer(
-                f"{what} depends on {_name(others[0])!r}, of which `per_layer` sees one layer at a time. Put "
+                f"{what} depends on {'.'.join(others[0])!r}, of which `per_layer` sees one layer at a time. Put "
                 "transformations over several parameters, such as clipping by a global norm, around it: "
                 "`optax.chain(optax.clip_by_global_norm(1.0), gtp_jax.train.per_layer(...))`."
             )
@@ -228,7 +228,3 @@ def _check_separable(traced: Any, given: Tree, like: Tree, counts: Mapping[Path,
                 f"{what} depends on random numbers, which would be the same for every layer under `per_layer`. "
                 "Put that transformation around it: `optax.chain(gtp_jax.train.per_layer(...), optax.add_noise(...))`."
             )
-
-
-def _name(path: Path) -> str:
-    return ".".join(path)

@@ -52,8 +52,7 @@ def first_scaling(model: nnx.Module, recipe: Recipe | None) -> ScalingState:
     if recipe is None or not recipe.delays:
         return {}
     found, shards = {}, shards_of(model)
-    for path, (layers, operands) in _delayed(groups_of(model, recipe)).items():
-        assert operands.delayed is not None
+    for path, (layers, operands, delayed) in _delayed(groups_of(model, recipe)).items():
         lead = () if layers is None else (layers,)
         shape = shards[path][0].shape
         if len(shape) != len(lead) + 2:
@@ -62,7 +61,7 @@ def first_scaling(model: nnx.Module, recipe: Recipe | None) -> ScalingState:
                 "more dimensions than the weight of one layer. Stack layers with `gtp_jax.Stack`, or use "
                 "`gtp_jax.FP8(matmuls=True)`, which scales each operand by its own amax."
             )
-        history = np.zeros((*lead, 3, operands.delayed.history), np.float32)
+        history = np.zeros((*lead, 3, delayed.history), np.float32)
         found[_name(path)] = {"history": history, "amax": np.broadcast_to(_largest(operands), (*lead, 3))}
     return found
 
@@ -78,9 +77,8 @@ def check_scaling(scaling: ScalingState, groups: Groups) -> None:
         ValueError: if the scaling of a module is missing, or has a history of another length; the message names the
             module.
     """
-    for path, (_, operands) in _delayed(groups).items():
-        assert operands.delayed is not None
-        name, steps = _name(path), operands.delayed.history
+    for path, (_, _, delayed) in _delayed(groups).items():
+        name, steps = _name(path), delayed.history
         own = scaling.get(name)
         if own is None or own["history"].shape[-1] != steps:
             has = "nothing" if own is None else f"a history of {own['history'].shape[-1]} steps"
@@ -186,10 +184,9 @@ def updated_scaling(
     if not now:
         return scaling
     after = dict(scaling)
-    for path, (_, operands) in _delayed(groups_of(model, recipe)).items():
-        assert operands.delayed is not None
+    for path, (_, operands, delayed) in _delayed(groups_of(model, recipe)).items():
         own = scaling[_name(path)]
-        history, amax = next_amaxes(own["history"], own["amax"], now[path], operands.delayed, _largest(operands))
+        history, amax = next_amaxes(own["history"], own["amax"], now[path], delayed, _largest(operands))
         after[_name(path)] = {"history": history, "amax": amax}
     return after
 
@@ -234,14 +231,14 @@ def _copies() -> int:
     return degrees(tuple(axis for axis in names if axis not in batch))
 
 
-def _delayed(groups: Groups) -> dict[ModulePath, tuple[int | None, Operands]]:
-    """Returns, for each module with delayed scaling, by path: its number of layers (`None` outside a `Stack`) and the
-    formats of its operands."""
+def _delayed(groups: Groups) -> dict[ModulePath, tuple[int | None, Operands, DelayedScaling]]:
+    """Returns, for each module with delayed scaling, by path: its number of layers (`None` outside a `Stack`), the
+    formats of its operands, and how their scales follow from earlier steps."""
     lengths: dict[ModulePath, int] = {}
     for path, layers in groups:
         lengths[path] = max(lengths.get(path, 0), layers.stop)
     return {
-        path: (None if layers.stack is None else lengths[path], group.operands)
+        path: (None if layers.stack is None else lengths[path], group.operands, group.delayed)
         for (path, layers), group in groups.items()
         if group.operands is not None and group.delayed is not None
     }

@@ -1,9 +1,11 @@
-"""Warns of steps that are all skipped, which a compiled program cannot do itself."""
+"""Tells of skipped steps on the host, because a compiled step can neither raise an error nor warn."""
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -11,6 +13,26 @@ import numpy as np
 
 # The number of skipped steps in a row of which a loop is warned.
 MANY = 10
+
+
+def check_finite(metrics: Mapping[str, Any], step: int | None = None) -> None:
+    """Raises an error if a step's loss or the norm of its gradients is not finite. Waits for the step to complete.
+
+    If such a step was made with `skip_nonfinite=True`, the default, it returned the old state. You can save that state,
+    or run the step again.
+
+    Args:
+        metrics: the metrics that the step returned.
+        step: the number of the step, for the message.
+
+    Raises:
+        FloatingPointError: if the loss or the norm is not finite; the message names the loss if neither is finite.
+    """
+    which = "a step" if step is None else f"step {step}"
+    for name, what in (("loss", "loss"), ("grad_norm", "gradient norm")):
+        if name in metrics and not math.isfinite(value := float(metrics[name])):
+            kept = " The update was skipped: the state is unchanged." if bool(metrics.get("skipped", False)) else ""
+            raise FloatingPointError(f"the {what} of {which} is {value}.{kept}")
 
 
 class Skips:

@@ -7,7 +7,7 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import jax
 import numpy as np
@@ -16,22 +16,48 @@ import optax
 from .._foreign import brief
 from .._words import ReduceOverDp
 from ..mesh import Roles, current_roles, degree, degrees, is_on_host, platform, with_paths
-from ..recipes import Recipe, check_recipe, recipe_of_call
+from ..recipes import Recipe, recipe_of_call
 from ._gradients import Computed, gradients, losses, mean_gradients
 from ._jit import Jitted
-from ._loss import Loss, check_loss, mean
+from ._loss import Loss, mean
 from ._memory import check_values
 from ._optimizer import check_optimizer
 from ._options import check_excess_precision, compile_options
-from ._own_step import BringsStep
-from ._request import Request, View, check_microbatches, check_view
+from ._request import Request, View
 from ._rows import check_numbers
 from ._skips import Skips
 from ._state import TrainState, check_state
 from ._update import updated
-from ._zero import check_reduce_over_dp
 
 Tree = Any
+
+
+class BringsStep(Protocol):
+    """Devices whose step may differ from the program that runs on a single mesh, such as
+    `gtp_jax.nonuniform.Replicas`."""
+
+    def own_step(
+        self,
+        request: Request,
+        optimizer: optax.GradientTransformation,
+        *,
+        max_grad_norm: float | None,
+        skip_nonfinite: bool,
+        options: Callable[[], dict[str, Any]],
+    ) -> Callable[..., tuple[TrainState, dict[str, Any]]] | None:
+        """Returns the step over these devices, or `None` if the usual step can run on them as a single mesh.
+
+        Args:
+            request: the arguments of `train_step` that decide what is computed, already checked.
+            optimizer: any optax optimizer.
+            max_grad_norm: the global L2 norm to which larger gradients are scaled down; `None` for no limit.
+            skip_nonfinite: whether to skip an update if the loss or the norm of the gradients is not finite.
+            options: a function that returns the XLA options for the mesh in scope and the recipe of the call.
+
+        Raises:
+            ValueError: if these devices cannot compute what is requested.
+        """
+        ...
 
 
 def train_step(
@@ -142,23 +168,17 @@ def train_step(
             parameter is an integer or boolean array, if `loss` returns anything other than described above, or if the
             optimizer's update requires an argument that a step does not have.
     """
-    check_loss(loss)
+    request = Request(loss, view, has_aux, microbatches, recipe, pregathered_layers, seed, reduce_over_dp).checked()
     check_optimizer(optimizer)
-    check_microbatches(microbatches)
     if max_grad_norm is not None and not (_is_number(max_grad_norm) and 0 < max_grad_norm < math.inf):
         raise ValueError(
             f"`max_grad_norm` is {brief(max_grad_norm)}; it must be a finite number above 0, or `None` for no limit."
         )
-    check_recipe(recipe)
-    _check_pregathered_layers(pregathered_layers)
-    check_view(view, has_aux=has_aux)
-    check_reduce_over_dp(reduce_over_dp, view, microbatches)
     if replicas is not None and recipe is not None and recipe.delays:
         raise ValueError(
             f"`recipe` is a {type(recipe).__name__} with delayed scaling, which a step over `replicas` does not "
             "support. Pass `gtp_jax.FP8(matmuls=True)`, which scales each operand by its own amax."
         )
-    request = Request(loss, view, has_aux, microbatches, recipe, pregathered_layers, seed, reduce_over_dp)
 
     def step(state: TrainState, batch: Tree, skip: jax.Array | None = None) -> tuple[TrainState, dict[str, Any]]:
         check_state(state)
@@ -212,13 +232,11 @@ def eval_step(
         TypeError: if `loss` is not callable or `recipe` is not a recipe. By the evaluation, if `state` is not a
             `TrainState`, or if `loss` returns anything other than `train_step` allows.
     """
-    check_loss(loss)
-    check_recipe(recipe)
-    check_view(view, has_aux=has_aux)
+    request = Request(loss, view, has_aux, 1, recipe).checked()
 
     def step(state: TrainState, batch: Tree) -> dict[str, Any]:
         check_state(state)
-        computed = losses(Request(loss, view, has_aux, 1, recipe_of_call(recipe)), state, batch)
+        computed = losses(request._replace(recipe=recipe_of_call(recipe)), state, batch)
         return _metrics(computed, state, view, has_aux)
 
     options = lambda *args: _options(compiler_options, recipe_of_call(recipe), view, *args)  # noqa: E731
@@ -256,14 +274,9 @@ def loss_and_gradients(
         TypeError: if `loss` is not callable, `state` is not a `TrainState`, `recipe` is not a recipe, a parameter is an
             integer or boolean array, or `loss` returns anything other than `train_step` allows.
     """
-    check_loss(loss)
+    request = Request(loss, view, False, microbatches, recipe, pregathered_layers, seed, reduce_over_dp).checked()
     check_state(state)
     check_values(state)
-    check_recipe(recipe)
-    check_microbatches(microbatches)
-    _check_pregathered_layers(pregathered_layers)
-    check_view(view, has_aux=False)
-    check_reduce_over_dp(reduce_over_dp, view, microbatches)
     chosen = recipe_of_call(recipe)
     if chosen is not None and chosen.delays:
         raise ValueError(
@@ -272,8 +285,7 @@ def loss_and_gradients(
             "which scales each operand by its own amax."
         )
     _warn_of_padding(state)
-    request = Request(loss, view, False, microbatches, chosen, pregathered_layers, seed, reduce_over_dp)
-    computed = gradients(request, state, batch)
+    computed = gradients(request._replace(recipe=chosen), state, batch)
     grads = mean_gradients(state.params, computed)
     return mean(computed.total, computed.tokens), grads
 
@@ -321,15 +333,6 @@ def _options(own: dict[str, Any] | None, recipe: Recipe | None, view: View, *arg
     return compile_options(
         platform(), own, tp=degree(tensor) if known else 1, fp8=fp8, largest_unit=max(units, default=0), copies=copies
     )
-
-
-def _check_pregathered_layers(pregathered_layers: Any) -> None:
-    if pregathered_layers != "all" and (
-        not isinstance(pregathered_layers, int) or isinstance(pregathered_layers, bool) or pregathered_layers < 0
-    ):
-        raise ValueError(
-            f"`pregathered_layers` is {pregathered_layers!r}; it must be a number of layers, at least 0, or 'all'."
-        )
 
 
 def _token_count(tokens: jax.Array, roles: Roles) -> jax.Array:

@@ -38,7 +38,8 @@ CALLS = (
     "remat2",
     "checkpoint",
 )
-_SAME = ("copy", "copy_p", "stop_gradient", "squeeze", "reshape", "broadcast_in_dim", "expand_dims", "pvary")
+COPIES = ("copy", "copy_p", "stop_gradient", "pvary")
+_SAME = (*COPIES, "squeeze", "reshape", "broadcast_in_dim", "expand_dims")
 _TOTALS = {"reduce_sum": "add", "reduce_max": "max", "reduce_min": "min", "reduce_and": "and", "reduce_or": "or"}
 ELEMENTWISE = frozenset(
     "abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp conj "
@@ -47,6 +48,11 @@ ELEMENTWISE = frozenset(
     "reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh "
     "sqrt square sub tan tanh xor".split()
 )
+
+
+def called_jaxpr(eqn: Any) -> Any:
+    """Returns the jaxpr, closed or not, that an operation calls; `None` for one that calls none."""
+    return next((eqn.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in eqn.params), None)
 
 
 class Value(NamedTuple):
@@ -122,8 +128,7 @@ class Terms:
     def _apply(self, eqn: Any, args: list[Value]) -> list[Value]:
         name, params = eqn.primitive.name, eqn.params
         if name in CALLS:
-            inner = next(params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in params)
-            return self._outputs(inner, args)
+            return self._outputs(called_jaxpr(eqn), args)
         if name == "cond":
             return self._cond(params["branches"], *args)
         sizes = [math.prod(atom.aval.shape) for atom in eqn.invars]
