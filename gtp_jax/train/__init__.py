@@ -29,13 +29,13 @@ from ._options import GPU_OPTIONS_WITH_OLD_NCCL as GPU_OPTIONS_WITH_OLD_NCCL
 from ._options import GPU_OPTIONS_WITH_TP as GPU_OPTIONS_WITH_TP
 from ._options import accepts as accepts
 from ._options import compile_options as compile_options
-from ._per_layer import is_examined as is_examined
 from ._per_layer import per_layer as per_layer
-from ._placed import Placed as Placed
-from ._placed import placed_in as placed_in
 from ._request import Request as Request
 from ._request import View as View
 from ._rows import check_numbers as check_numbers
+from ._scope import Placed as Placed
+from ._scope import is_examined as is_examined
+from ._scope import placed_in as placed_in
 from ._skips import check_finite as check_finite
 from ._state import TrainState as TrainState
 from ._state import constrained as constrained

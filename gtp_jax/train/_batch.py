@@ -29,19 +29,8 @@ def shard_batch(batch: Tree, roles: Roles) -> Tree:
 
 
 def microbatches_of(path: Any, batch: Any, count: int, roles: Roles) -> jax.Array:
-    """Splits an array of the batch into microbatches: microbatch m is `batch[m::count]`, the same on every mesh.
-
-    Raises:
-        ValueError: if the array is a scalar, or `count` does not divide its first dimension; the message names the
-            array.
-    """
-    batch = jnp.asarray(batch)
-    if batch.ndim == 0 or batch.shape[0] % count:
-        raise ValueError(
-            f"`batch`{jax.tree_util.keystr(path)} has shape {batch.shape}; its first dimension is the batch and must "
-            f"be a multiple of microbatches = {count}."
-        )
-    return _divided(path, split_microbatches(batch, count), roles, 1)
+    """Splits an array of the batch into microbatches: microbatch m is `batch[m::count]`, the same on every mesh."""
+    return _divided(path, split_microbatches(jnp.asarray(batch), count), roles, 1)
 
 
 def name_of(path: Any) -> Any:

@@ -33,7 +33,7 @@ from ._microbatches import as_stored, over_microbatches
 from ._needs import numbered
 from ._on_ranks import over_all_ranks, over_mesh
 from ._request import Request
-from ._rows import check_arrays, check_filled, check_rows
+from ._rows import check_arrays, check_filled, check_parts, check_rows
 from ._scaling import amaxes_in_use, check_scaling, over_ranks, scaling_of, slots_of
 from ._state import TrainState, constrained
 from ._state_form import check_form_kept
@@ -197,6 +197,7 @@ def _on_global_arrays(request: Request, state: TrainState, batch: Tree) -> Compu
 
         check_arrays(batch)
         check_rows(batch)
+        check_parts(batch, count, "microbatches")
         parts = jax.tree_util.tree_map_with_path(
             lambda path, a: microbatches_of(path, a, count, model_def.roles), batch
         )

@@ -19,7 +19,8 @@ import optax
 
 from ..mesh import Path, of_parameter, with_paths
 from ..nn import ModelDef
-from ._per_layer import NotPerLayer, layers_in_scope
+from ._per_layer import NotPerLayer
+from ._scope import arrays_in_scope
 from ._terms import Terms, Value, input_values
 
 Tree = Any
@@ -119,7 +120,7 @@ def traced_update(
         like: the shapes and dtypes of the parameters.
         counts: the number of layers of each parameter, by path; 0 outside a `Stack`.
         examined: whether a `per_layer` in the optimizer only checks its own update, and then returns the updates and
-            the state that it got (see `layers_in_scope`).
+            the state that it got (see `arrays_in_scope`).
 
     Returns:
         The closed jaxpr; the shapes and dtypes of its arguments, `(gradients, state, parameters, loss)`; and the shapes
@@ -130,7 +131,7 @@ def traced_update(
     def run(grads: Tree, state: Tree, params: Tree, value: Any) -> tuple[Tree, Tree]:
         return update(grads, state, params, value=value, grad=grads, value_fn=_any_loss)
 
-    with layers_in_scope(counts, examined=examined):
+    with arrays_in_scope(counts, examined=examined):
         state = jax.eval_shape(lambda params: optimizer.init(params), like)
         given = (like, state, like, jax.ShapeDtypeStruct((), jnp.float32))
         traced, out = jax.make_jaxpr(run, return_shape=True)(*given)

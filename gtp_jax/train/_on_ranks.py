@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from ..mesh import Roles, degree, degrees, refuse_parts_of_sequences, sequence_axis, use_roles
 from ._batch import BY_TOKEN, WHOLE, name_of
-from ._rows import check_arrays, check_rows
+from ._rows import check_arrays, check_parts, check_rows
 from ._state import TrainState
 
 Tree = Any
@@ -51,12 +51,7 @@ def over_mesh(
         check_arrays(batch)
         roles = model_def.roles
         parts = degrees(roles.batch) * microbatches
-        for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-            if jnp.ndim(leaf) == 0 or leaf.shape[0] % parts:
-                raise ValueError(
-                    f"`batch`{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}; its first dimension is the "
-                    f"batch and must be a multiple of {' * '.join(roles.batch)} * microbatches = {parts}."
-                )
+        check_parts(batch, parts, f"{' * '.join(roles.batch)} * microbatches")
         if parts > 1:
             check_rows(batch)
         if jax.sharding.get_abstract_mesh().empty:

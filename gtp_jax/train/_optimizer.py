@@ -12,8 +12,7 @@ from ..mesh import Path, with_paths
 from ..nn import ModelDef
 from ._on_padding import left_in_padding
 from ._padding import paddings
-from ._per_layer import layers_in_scope
-from ._placed import Placed, placed_in_scope
+from ._scope import Placed, arrays_in_scope
 
 Tree = Any
 
@@ -49,7 +48,7 @@ def of_model(optimizer: optax.GradientTransformation, model_def: ModelDef) -> op
 
     def init(params: Tree) -> Tree:
         padding = paddings(model_def, params)
-        with layers_in_scope(model_def.layer_counts):
+        with arrays_in_scope(model_def.layer_counts):
             return padding.pad(optimizer.init(padding.cut(params)))
 
     def update(updates: Tree, state: Tree, params: Tree = None, **extra: Any) -> tuple[Tree, Tree]:
@@ -59,7 +58,7 @@ def of_model(optimizer: optax.GradientTransformation, model_def: ModelDef) -> op
             updates, state, params = map(padding.cut, (updates, state, params))
             extra = {name: padding.cut_argument(value) for name, value in extra.items()}
         known = {name: value for name, value in extra.items() if names is None or name in names}
-        with layers_in_scope(model_def.layer_counts), placed_in_scope(_placed(model_def, updates)):
+        with arrays_in_scope(model_def.layer_counts, placed=_placed(model_def, updates)):
             try:
                 updated = optimizer.update(updates, state, params, **known)  # pyright: ignore[reportCallIssue]
             except TypeError as error:

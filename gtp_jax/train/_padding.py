@@ -1,8 +1,6 @@
 """Converts the arrays of a state between their logical shapes and the padded shapes in which they are stored.
 
 An array that the mesh cannot divide evenly is stored with zeros at the end of the divided dimensions (`even_shares`).
-`_on_padding` says which optimizers update such arrays as they are, because XLA may replicate an array from which the
-padding was removed.
 """
 
 from __future__ import annotations
@@ -64,7 +62,8 @@ class Paddings:
 
     The methods take the parameters or the frozen weights, and trees with arrays that belong to parameters, such as an
     optimizer's state (see `of_parameter`). They change only arrays that belong to one of `known`, and whose last
-    dimensions have its shape, or one element per block of it (`layout.ROW_BLOCK`).
+    dimensions have its shape, or one element per block of it (`layout.ROW_BLOCK`). `_on_padding` says which optimizers
+    do without this, because XLA may replicate an array from which the padding was removed.
 
     Attributes:
         known: the padded parameters or frozen weights, with their paths.

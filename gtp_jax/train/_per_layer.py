@@ -6,10 +6,8 @@ called stacked.
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +16,7 @@ from flax import nnx
 
 from ..mesh import Path, of_parameter, with_paths
 from ..nn import layer_counts
-from ._placed import placed_in_scope, placed_of_one_layer
+from ._scope import arrays_in_scope, counts_in_scope, is_examined, placed_of_one_layer
 from ._terms import Terms, input_values
 
 Tree = Any
@@ -26,30 +24,6 @@ Tree = Any
 
 class NotPerLayer(ValueError):
     """Raised if an optimizer's `init` or `update` cannot be mapped over layers."""
-
-
-class _Scope(NamedTuple):
-    counts: Mapping[Path, int]
-    examined: bool
-
-
-_scope: contextvars.ContextVar[_Scope | None] = contextvars.ContextVar("layers of a model's parameters", default=None)
-
-
-@contextlib.contextmanager
-def layers_in_scope(counts: Mapping[Path, int], *, examined: bool = False) -> Iterator[None]:
-    """Puts the number of layers of each parameter in scope, where `per_layer` looks it up.
-
-    Args:
-        counts: the number of layers of each parameter, by path; 0 for a parameter outside a `Stack`.
-        examined: whether `per_layer` only checks its optimizer's update, and then returns the updates and the state
-            that it got. A trace of the update then shows only the transformations around `per_layer`.
-    """
-    token = _scope.set(_Scope(counts, examined))
-    try:
-        yield
-    finally:
-        _scope.reset(token)
 
 
 def per_layer(
@@ -91,7 +65,7 @@ def per_layer(
         def one(params: Tree) -> tuple[tuple[()], Tree]:  # the form of `update`'s result, with no updates
             return (), inner.init(params)
 
-        with layers_in_scope(dict.fromkeys(counts, 0)):
+        with arrays_in_scope(dict.fromkeys(counts, 0)):
             traced, like = jax.make_jaxpr(one, return_shape=True)(_of_one_layer(params, counts))
             _check_separable(traced, (params,), like, counts)
             return _mapped(one, (params,), like, counts)[1]
@@ -104,12 +78,14 @@ def per_layer(
         def one(updates: Tree, state: Tree, params: Tree, extra: Tree) -> tuple[Tree, Tree]:
             return inner.update(updates, state, params, **extra)
 
-        with layers_in_scope(dict.fromkeys(counts, 0)):
-            with placed_in_scope(None):
-                traced, like = jax.make_jaxpr(one, return_shape=True)(*_of_one_layer(given, counts))
-            _check_separable(traced, given, like, counts)
-            with placed_in_scope(placed_of_one_layer(counts)):
-                return (updates, state) if examined else _mapped(one, given, like, counts)
+        none = dict.fromkeys(counts, 0)
+        with arrays_in_scope(none):
+            traced, like = jax.make_jaxpr(one, return_shape=True)(*_of_one_layer(given, counts))
+        _check_separable(traced, given, like, counts)
+        if examined:
+            return updates, state
+        with arrays_in_scope(none, placed=placed_of_one_layer(counts)):
+            return _mapped(one, given, like, counts)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -156,8 +132,7 @@ def _counts(params: Tree, own: Mapping[Path, int] | None) -> dict[Path, int]:
         ValueError: if no numbers are known, if an array is not a parameter of the model, or if the first dimension of a
             stacked parameter is not its number of layers.
     """
-    scope = _scope.get()
-    known = own if scope is None else scope.counts
+    known = own if (counts := counts_in_scope()) is None else counts
     if known is None:
         raise ValueError(
             "`per_layer` does not know which arrays hold the layers of a `Stack`. `TrainState.create` and `train_step` "
@@ -185,12 +160,6 @@ def _counts_within(tree: Tree, counts: Mapping[Path, int]) -> list[int]:
     """Returns, for each leaf of a tree, the number of layers of the parameter that it belongs to; 0 if it belongs to
     none."""
     return [of_parameter(path, counts) or 0 for path, _ in with_paths(tree)]
-
-
-def is_examined() -> bool:
-    """Returns whether an update is traced only to see which of its operations treat stacked layers as one tensor."""
-    scope = _scope.get()
-    return scope is not None and scope.examined
 
 
 def _check_separable(traced: Any, given: Tree, like: Tree, counts: Mapping[Path, int]) -> None:

@@ -82,6 +82,25 @@ def check_rows(batch: Tree, cut: str = "that is divided into microbatches or amo
         )
 
 
+def check_parts(batch: Tree, parts: int, of: str) -> None:
+    """Refuses a batch with an array whose first dimension cannot be divided into equal parts.
+
+    Args:
+        batch: a pytree of arrays.
+        parts: the number of parts.
+        of: their names in the message, such as `microbatches`.
+
+    Raises:
+        ValueError: if there is such an array, or a scalar; the message names the first.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        if np.ndim(leaf) == 0 or np.shape(leaf)[0] % parts:
+            raise ValueError(
+                f"`batch`{jax.tree_util.keystr(path)} has shape {np.shape(leaf)}; its first dimension is the batch and "
+                f"must be a multiple of {of} = {parts}."
+            )
+
+
 def check_arrays(batch: Tree) -> None:
     """Refuses a batch that contains a list of numbers, because JAX treats each number as a scalar without rows.
 

@@ -40,8 +40,8 @@ MUTANTS = (
     ),
     Mutant(
         "per_layer gets padded arrays",
-        "with layers_in_scope(counts, examined=examined):",
-        "with layers_in_scope(counts, examined=True):",
+        "with arrays_in_scope(counts, examined=examined):",
+        "with arrays_in_scope(counts, examined=True):",
         ("tests/train/test_per_layer.py::test_of_padded_weights_it_sees_each_layers_logical_array",),
     ),
     Mutant(

@@ -23,7 +23,7 @@ from gtp_jax.nn import abstract_model
 from gtp_jax.optimizers import muon
 from gtp_jax.optimizers._shares import Load, owners_of_rest
 from gtp_jax.train import per_layer
-from gtp_jax.train._placed import Placed, placed_in_scope
+from gtp_jax.train._scope import Placed, arrays_in_scope
 
 from ..hlo.programs import needs_target
 
@@ -211,7 +211,7 @@ def test_arguments_mean_what_they_mean_to_optax(name, x64):
 
     wanted = run(optax.contrib.muon)
     with jax.set_mesh(gtp.make_mesh(gtp=4, tp=2)):
-        with placed_in_scope({(k,): Placed(*one) for k, one in ARRAYS.items() if one[1] is not None}):
+        with arrays_in_scope({}, placed={(k,): Placed(*one) for k, one in ARRAYS.items() if one[1] is not None}):
             found = run(muon)
     assert jax.tree.structure(found) == jax.tree.structure(wanted)
     assert [a.dtype for a in jax.tree.leaves(found)] == [a.dtype for a in jax.tree.leaves(wanted)]

@@ -18,7 +18,7 @@ from gtp_jax.runner.trainer import TrainConfig
 from gtp_jax.runner.trainer._held import held_of
 from gtp_jax.runner.trainer._optimizer import learning_rate, optimizer_of
 from gtp_jax.runner.trainer._start import check_same_optimizer
-from gtp_jax.train._per_layer import layers_in_scope
+from gtp_jax.train._scope import arrays_in_scope
 
 from .runs import read_records, small
 
@@ -99,7 +99,7 @@ def test_muon_orthogonalizes_the_matrices_of_each_layer_alone_and_adamw_has_the_
         model = gtp.init(lambda rngs: Llama(MODEL, rngs=rngs), nnx.Rngs(0))
         state = gtp.TrainState.create(model, optimizer_of(config, model))
         grads = jax.tree.map(lambda p: jax.random.normal(jax.random.key(p.size), p.shape), state.params)
-        with layers_in_scope(state.model_def.layer_counts):
+        with arrays_in_scope(state.model_def.layer_counts):
             updates, _ = optimizer_of(config, model).update(grads, state.opt_state, state.params)
         updates, params, grads = jax.device_get((updates, state.params, grads))
     update, gate = (tree["blocks"]["layers"]["mlp"]["up"]["kernel"]["gate"] for tree in (updates, params))

@@ -1,4 +1,5 @@
-"""Tells an optimizer how the arrays of its update lie on the mesh."""
+"""Tells an optimizer, while it is called, which of its arrays hold the layers of a `Stack`, and how they lie on the
+mesh."""
 
 from __future__ import annotations
 
@@ -26,29 +27,51 @@ class Placed(NamedTuple):
     spec: PartitionSpec
 
 
-_Known = Mapping[Path, Placed] | None
-_scope: contextvars.ContextVar[_Known] = contextvars.ContextVar("an optimizer's arrays on the mesh", default=None)
+class _Scope(NamedTuple):
+    counts: Mapping[Path, int] | None = None
+    examined: bool = False
+    placed: Mapping[Path, Placed] | None = None
+
+
+_NOTHING = _Scope()  # outside of an update
+_scope: contextvars.ContextVar[_Scope] = contextvars.ContextVar("an optimizer's arrays", default=_NOTHING)
 
 
 @contextlib.contextmanager
-def placed_in_scope(known: _Known) -> Iterator[None]:
-    """Puts in scope how the arrays of each parameter lie on the mesh.
+def arrays_in_scope(
+    counts: Mapping[Path, int], *, examined: bool = False, placed: Mapping[Path, Placed] | None = None
+) -> Iterator[None]:
+    """Puts in scope what an optimizer may ask about the arrays of parameters.
 
     Args:
-        known: this, by path of the parameter. `None` for one device, and for an update that is traced only to be read:
-            what reads it expects that the update of a parameter does not depend on the others.
+        counts: the number of layers of each parameter, by path; 0 for a parameter outside a `Stack`.
+        examined: whether `per_layer` only checks its optimizer's update, and then returns the updates and the state
+            that it got. A trace of the update then shows only the transformations around `per_layer`.
+        placed: how the arrays of each parameter lie on the mesh, by path. `None` for one device, and for an update that
+            is traced only to be read: what reads it expects that the update of a parameter does not depend on the
+            others.
     """
-    token = _scope.set(known)
+    token = _scope.set(_Scope(counts, examined, placed))
     try:
         yield
     finally:
         _scope.reset(token)
 
 
+def counts_in_scope() -> Mapping[Path, int] | None:
+    """Returns the number of layers of each parameter, by path; `None` outside of the update of a step."""
+    return _scope.get().counts
+
+
+def is_examined() -> bool:
+    """Returns whether an update is traced only to see which of its operations treat stacked layers as one tensor."""
+    return _scope.get().examined
+
+
 def placed_in(tree: Tree) -> list[Placed | None]:
     """Returns how each leaf of an optimizer's tree lies on the mesh; `None` on one device, and if it is not known: in a
     step that `train_step` did not make, or if the leaf does not have the shape of its parameter."""
-    known = _scope.get()
+    known = _scope.get().placed
     if known is None:
         return [None for _ in with_paths(tree)]
     found = [(of_parameter(path, known), leaf) for path, leaf in with_paths(tree)]
@@ -61,7 +84,7 @@ def placed_of_one_layer(counts: Mapping[Path, int]) -> dict[Path, Placed] | None
     Args:
         counts: the number of layers of each parameter, by path; 0 outside a `Stack`.
     """
-    known = _scope.get()
+    known = _scope.get().placed
     if known is None:
         return None
     found = {path: of_parameter(path, known) for path in counts}
