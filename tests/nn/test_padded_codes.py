@@ -249,7 +249,7 @@ def test_blocks_that_tp_cuts_are_refused(x64):
         gtp.init(lambda rngs: gtp.nn.freeze(Cut(rngs), gtp.FP8()), nnx.Rngs(0))
 
 
-def test_shards_that_would_cut_blocks_are_padded_under_even_shares(x64):
+def test_shards_that_would_cut_blocks_are_padded_unless_even_shares_are_off(x64):
     """8 rows per rank are half a block, although 8 divides 64."""
 
     class Narrow(nnx.Module):
@@ -260,5 +260,8 @@ def test_shards_that_would_cut_blocks_are_padded_under_even_shares(x64):
         model = gtp.init(lambda rngs: gtp.nn.freeze(Narrow(rngs), gtp.NVFP4()), nnx.Rngs(0))
         assert model.dense.kernel.get_raw_value().codes.shape == (128, 32)
         assert model.dense.kernel.get_value().shape == (64, 64)
-        with gtp.layout.even_shares(False), pytest.raises(ValueError, match=naming("`gtp_jax.layout.even_shares()`")):
+        with (
+            gtp.layout.even_shares(False),
+            pytest.raises(ValueError, match=naming("`gtp_jax.layout.even_shares(False)`")),
+        ):
             gtp.init(lambda rngs: gtp.nn.freeze(Narrow(rngs), gtp.NVFP4()), nnx.Rngs(0))
