@@ -18,7 +18,7 @@ import optax
 import orbax.checkpoint as ocp
 from saving import Clock, job, tell
 
-from gtp_jax.checkpoint import CHECKSUM_EVENTS, Checkpoints
+from gtp_jax.checkpoint import CHECKSUM_EVENT, Checkpoints
 from gtp_jax.mesh import make_mesh
 from gtp_jax.models import Llama, LlamaConfig
 from gtp_jax.nn import abstract_model
@@ -118,7 +118,7 @@ def main() -> None:
 def _listen(seconds: dict[str, float]) -> None:
     def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
         del kwargs
-        if event in CHECKSUM_EVENTS:
+        if event == CHECKSUM_EVENT:
             seconds[event] += duration_secs
 
     jax.monitoring.register_event_duration_secs_listener(listen)

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from ..mesh import of_all_processes
-from ._damage import DamagedCheckpoint
+from ._checksums import DamagedCheckpoint
 
 # The seconds to wait before each further attempt after a read failed without proof of damage: a network file system may
 # recover in a moment.

@@ -19,7 +19,7 @@ from ..formats import QuantizedArray
 from ..mesh import Path, of_all_processes, with_paths
 from ..recipes import Recipe, check_recipe
 from ._agreement import read_together
-from ._damage import DamagedCheckpoint, damaged, other_values
+from ._checksums import DamagedCheckpoint, differences
 from ._digest import Digests
 from ._leaf import Leaf, check_has_params, check_savable, leaves
 from ._manifest import FILES, SAVE, check, check_format, complete, manifest
@@ -164,7 +164,7 @@ class Checkpoints:
             step, saved, {} if extra is None else extra, static=static, loss=loss, recipe=recipe, files=files
         )
         arrays = {leaf.name: leaf.to_disk() for leaf in saved}
-        digests, description = Digests(arrays), Future()
+        digests, description = Digests(arrays), Future[str]()
         try:
             with self._failures():
                 # Not created before the first save, because it removes what looks half-written: if this object only
@@ -218,7 +218,7 @@ class Checkpoints:
         for name, array in streamed.items():
             saved.append(Leaf(tuple(name.split("/")), jax.ShapeDtypeStruct(array.shape, array.dtype)))
             digests[name] = array.digest()
-        description: Future[dict[str, Any]] = Future()
+        description: Future[str] = Future()
         content = manifest(step, saved, {} if extra is None else extra, static=static_fields(tree), files=files)
         description.set_result(complete(content, digests))
         self.close()
@@ -371,9 +371,8 @@ class Checkpoints:
         stored = read_together(lambda: read_arrays(path, chosen, partial=bool(part)), path)
         read = {leaf.name: leaf.of_disk(array) for leaf, array in zip(chosen, stored, strict=True)}
         digests = Digests(read).result()
-        wrong = [name for name, digest in digests.items() if digest != content["leaves"][name]["digest"]]
-        if wrong:
-            raise DamagedCheckpoint(path, other_values(wrong))
+        if lines := differences({name: content["leaves"][name]["digest"] for name in digests}, digests):
+            raise DamagedCheckpoint(path, lines)
         return content, [leaf.to_memory(array) for leaf, array in zip(chosen, stored, strict=True)]
 
     def manifest(self, step: int | None = None) -> dict[str, Any]:
@@ -418,7 +417,8 @@ class Checkpoints:
 
     def damage_report(self, step: int, names: Sequence[str]) -> str:
         """Returns the error message for arrays whose values differ from those saved."""
-        return damaged(self._path(step), other_values(names))
+        lines = [f"{name}: values differ from those saved" for name in names]
+        return str(DamagedCheckpoint(self._path(step), lines))
 
     def check_save(self) -> None:
         """Raises the error of the last save if it has failed by now in this process. Never waits for a save."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._mixing import mixed
 from ..mesh import of_all_processes, on_device
+from ._checksums import waiting
 from ._logical import LogicalArray
 
 # Odd, so that multiplication by them loses no bit. `_LANES` are from the golden ratio and the square root of three.
@@ -23,9 +23,6 @@ _LANES = (0x9E3779B1, 0xBB67AE85)
 _DIMS = (0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F, 0x165667B1, 0x2545F491, 0x9FB21C65, 0xE6546B65, 0x1B873593)
 
 _NO_MESH = Mesh(np.empty((), object), ())
-
-# The jax.monitoring event that records the seconds spent waiting for digests.
-DIGEST_EVENT = "/gtp_jax/checkpoint/digests"
 
 
 class Digests:
@@ -56,16 +53,12 @@ class Digests:
         Raises:
             ValueError: if the copies of a replicated array differ, naming it.
         """
-        begin = time.perf_counter()
-        arrays = self._arrays.values()
-        pairs = [_own_sums(array, sums) for array, sums in zip(arrays, self._launched, strict=True)]
-        totals = np.array(pairs, np.uint32).reshape(len(arrays), 2, len(_LANES))
-        totals = np.sum(of_all_processes(totals), axis=0, dtype=np.uint32)
-        digests = {
-            name: _agreed(name, array, *pair) for (name, array), pair in zip(self._arrays.items(), totals, strict=True)
-        }
-        jax.monitoring.record_event_duration_secs(DIGEST_EVENT, time.perf_counter() - begin)
-        return digests
+        arrays = self._arrays
+        with waiting():
+            pairs = [_own_sums(*one) for one in zip(arrays.values(), self._launched, strict=True)]
+            totals = np.array(pairs, np.uint32).reshape(len(arrays), 2, len(_LANES))
+            totals = np.sum(of_all_processes(totals), axis=0, dtype=np.uint32)
+        return {name: _agreed(name, array, *pair) for (name, array), pair in zip(arrays.items(), totals, strict=True)}
 
 
 class Digest:

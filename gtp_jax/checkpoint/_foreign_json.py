@@ -88,6 +88,14 @@ def is_plain_name(name: Any) -> bool:
     )
 
 
+def files_below(directory: Any) -> list[str]:
+    """Returns the relative paths of all files below a directory; empty if it does not exist."""
+    names: list[str] = []
+    for path in directory.iterdir() if directory.exists() else ():
+        names += [f"{path.name}/{name}" for name in files_below(path)] if path.is_dir() else [path.name]
+    return names
+
+
 def strange_files(directory: Any) -> list[str]:
     """Returns a line for each entry below a local directory, at any depth, that is neither a regular file nor a
     directory. Such entries must not be opened, because that may block forever or lead outside the directory."""
@@ -189,5 +197,5 @@ _FIELDS: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ("recipe", "an object with a name", _is_recipe),
     ("save", "text", _is_text),
     ("loss", "a number", _is_loss),
-    ("files", "an object of sizes and digests by file name", _are_files),
+    ("files", "an object of sizes and checksums by file name", _are_files),
 )

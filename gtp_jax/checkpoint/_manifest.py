@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import math
 import secrets
-import zlib
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
 from .._foreign import MAX_JSON_BYTES, parse_json
 from ..recipes import Recipe
+from ._checksums import LAST_KEY, sealed, unsealed
 from ._foreign_json import check_manifest
 from ._leaf import Leaf
 from ._side_files import describe
@@ -24,13 +24,10 @@ _SHOWN = 8
 # The size limit of `extra` in bytes: half of a manifest. The other half is left for the descriptions of the arrays.
 _MAX_EXTRA = MAX_JSON_BYTES // 2
 
-# The key of the checksum of everything else in the manifest.
-_SEAL = "crc32"
-
 # The key of a random number that a step's manifest and its arrays share, so that another step's arrays are detected.
 SAVE = "save"
 
-# The key of the sizes and digests of the files stored with the arrays; absent if there are none.
+# The key of the sizes and checksums of the files stored with the arrays; absent if there are none.
 FILES = "files"
 
 
@@ -78,11 +75,10 @@ def manifest(
     return content
 
 
-def complete(content: dict[str, Any], digests: Mapping[str, str]) -> dict[str, Any]:
-    """Returns a manifest with the digests of the arrays as they are on disk, and the manifest's own checksum."""
+def complete(content: dict[str, Any], digests: Mapping[str, str]) -> str:
+    """Returns the text of a manifest with the digests of the arrays as they are on disk, and its own checksum."""
     leaves = {name: {**entry, "digest": digests[name]} for name, entry in content["leaves"].items()}
-    content = {**content, "leaves": leaves}
-    return {**content, _SEAL: _crc(content)}
+    return sealed(json.dumps({**content, "leaves": leaves}), LAST_KEY)
 
 
 def read(text: str) -> dict[str, Any]:
@@ -91,13 +87,7 @@ def read(text: str) -> dict[str, Any]:
     Raises:
         ValueError: if it has changed since it was written, or a field has the wrong type.
     """
-    try:
-        content = parse_json(text.encode())
-        whole = json.dumps(content) == text and content.pop(_SEAL) == _crc(content)
-    except (ValueError, KeyError, AttributeError, TypeError):
-        content, whole = {}, False
-    if not whole:
-        raise ValueError("changed since it was written")
+    content = unsealed(text, LAST_KEY)
     check_manifest(content)
     return content
 
@@ -174,10 +164,6 @@ def _entry(leaf: Leaf) -> dict[str, Any]:
 
 def _text(entry: Mapping[str, Any]) -> str:
     return f"{entry['dtype']}{entry['shape']}".replace(" ", "")
-
-
-def _crc(content: dict[str, Any]) -> str:
-    return f"{zlib.crc32(json.dumps(content).encode()):08x}"
 
 
 def _version(package: str) -> str:

@@ -1,24 +1,25 @@
 """Writes and reads the files that a step stores with its arrays, such as a tokenizer's.
 
-The manifest holds their digests.
+The manifest holds their sizes and checksums.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Mapping
 from typing import Any
 
-from .._foreign import brief, printable
-from ._damage import DamagedCheckpoint
-from ._foreign_json import MAX_FILE_BYTES, MAX_FILES, MAX_NAME, MAX_NAME_BYTES, is_plain_name, read_bytes
+from .._foreign import brief
+from ._checksums import DamagedCheckpoint, differences
+from ._foreign_json import MAX_FILE_BYTES, MAX_FILES, MAX_NAME, MAX_NAME_BYTES, files_below, is_plain_name, read_bytes
 
 # The folder of the files. It is inside the manifest's directory, so it is committed with the manifest.
 FOLDER = "files"
 
 
 def describe(files: Mapping[str, bytes]) -> dict[str, list[Any]]:
-    """Returns the size and the digest of each file, as a manifest records them.
+    """Returns the size and the checksum of each file, as a manifest records them.
 
     Raises:
         ValueError: if there are too many files, or if a file is too large or its name is not a plain file name.
@@ -38,7 +39,7 @@ def describe(files: Mapping[str, bytes]) -> dict[str, list[Any]]:
             raise ValueError(
                 f"`files` has {name} with {len(content)} bytes; a file must have at most {MAX_FILE_BYTES}."
             )
-    return {name: [len(content), _digest(content)] for name, content in files.items()}
+    return {name: [len(content), _checksum(content)] for name, content in files.items()}
 
 
 def write_files(folder: Any, files: Mapping[str, bytes]) -> None:
@@ -55,45 +56,40 @@ def read_files(path: Any, folder: Any, described: Mapping[str, list[Any]]) -> di
     Args:
         path: the step's directory.
         folder: the directory of the files.
-        described: the sizes and digests that the manifest records for them.
+        described: the sizes and checksums that the manifest records for them.
 
     Raises:
         DamagedCheckpoint: if a file is missing or has changed.
         OSError: if a file cannot be read.
     """
-    contents, lines = _read(folder, described)
-    if lines:
+    contents, found = _read(folder, described)
+    if lines := differences(described, found, f"{folder}/"):
         raise DamagedCheckpoint(path, lines)
     return contents
 
 
 def files_damage(folder: Any, described: Mapping[str, list[Any]]) -> list[str]:
-    """Returns one line for each file of a step that is missing or has changed.
+    """Returns one line for each file of a step that is missing, has changed, or is not part of the checkpoint.
 
     Raises:
         OSError: if a file exists and cannot be read.
     """
-    return _read(folder, described)[1]
+    there = sorted(files_below(folder))
+    return differences(described, dict.fromkeys(there, []) | _read(folder, described)[1], f"{folder}/")
 
 
-def _read(folder: Any, described: Mapping[str, list[Any]]) -> tuple[dict[str, bytes], list[str]]:
-    contents, lines = {}, []
-    for name, (size, digest) in described.items():
+def _read(folder: Any, described: Mapping[str, list[Any]]) -> tuple[dict[str, bytes], dict[str, list[Any]]]:
+    """Returns the files that are there, without the content of those of another size, and what `describe` returns."""
+    contents, found = {}, {}
+    for name, (size, _) in described.items():
         file = folder / name
-        try:
-            contents[name] = content = read_bytes(file, MAX_FILE_BYTES)
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-            lines.append(f"{printable(str(file))}: missing")
-            continue
-        except ValueError as error:
-            lines.append(f"{printable(str(file))}: {error}")
-            continue
-        if len(content) != size:
-            lines.append(f"{printable(str(file))}: {len(content)} bytes, {size} were written")
-        elif _digest(content) != digest:
-            lines.append(f"{printable(str(file))}: changed since it was written")
-    return contents, lines
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            status = file.stat()
+            if not status.is_directory:
+                contents[name] = read_bytes(file, size) if status.length == size else b""
+                found[name] = [status.length, _checksum(contents[name])]
+    return contents, found
 
 
-def _digest(content: bytes) -> str:
+def _checksum(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=16).hexdigest()

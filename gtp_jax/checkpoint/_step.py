@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import json
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +17,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from ..mesh import have_equally_many_devices, of_all_processes
-from ._damage import DamagedCheckpoint
+from ._checksums import DamagedCheckpoint
 from ._foreign_json import read_file, strange_files
 from ._leaf import Leaf
 from ._logical import LogicalArray
@@ -95,7 +94,7 @@ def write_step(
     manager: ocp.CheckpointManager,
     step: int,
     arrays: Mapping[str, Any],
-    description: Future[dict[str, Any]],
+    description: Future[str],
     save: str,
     files: Mapping[str, bytes],
 ) -> None:
@@ -105,10 +104,10 @@ def write_step(
         manager: the manager that `new_manager` returned.
         step: the number of the step, greater than the latest one.
         arrays: the arrays by name, either all in memory or all streamed.
-        description: the manifest, which may be set later; the step is not committed until then. If the future is set to
-            an error, the save fails with that error.
+        description: the manifest's text, which may be set later; the step is not committed until then. If the future is
+            set to an error, the save fails with that error.
         save: the manifest's random number, which is also written with the arrays.
-        files: the contents of the files by name; the manifest has their digests.
+        files: the contents of the files by name; the manifest has their checksums.
 
     Raises:
         ValueError: if the step is not greater than the latest one.
@@ -137,7 +136,7 @@ def write_step(
 class _Promise:
     """A manifest that is not available yet, and the files stored with it."""
 
-    description: Future[dict[str, Any]]
+    description: Future[str]
     files: Mapping[str, bytes]
 
 
@@ -160,7 +159,7 @@ class _Promised:
         if jax.process_index() == 0:
             directory = created(self._directory)
             write_files(directory / FOLDER, self._promise.files)
-            (directory / MANIFEST_FILE).write_text(json.dumps(content))
+            (directory / MANIFEST_FILE).write_text(content)
 
 
 def read_arrays(path: Any, leaves: Sequence[Leaf], *, partial: bool) -> list[jax.Array]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import time
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
@@ -14,10 +12,9 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from .._foreign import parse_json, printable
-from ._damage import DamagedCheckpoint
+from ._checksums import LAST_LINE, DamagedCheckpoint, differences, sealed, unsealed, waiting
 from ._file_sums import FileSums
-from ._foreign_json import check_sums, read_file, strange_files
+from ._foreign_json import check_sums, files_below, read_file, strange_files
 from ._logical import LogicalArray, LogicalHandler
 from ._pruning import COMMITTED
 from ._quiet import work_abandoned
@@ -25,8 +22,6 @@ from ._streamed import StreamedArray, StreamHandler
 
 SUMS = "sums.json"
 _OWN = "sums.process_{}.json"
-# The jax.monitoring event that records the seconds that a save waits for sums after everything else is written.
-SUMS_EVENT = "/gtp_jax/checkpoint/sums"
 # The seconds between two checks of the files while a save is running.
 _PAUSE = 0.1
 
@@ -58,9 +53,9 @@ class _Summed:
         for part in sorted(directory.glob(_OWN.format("*"))):
             sums.update(json.loads(part.read_text()))
             part.unlink()
-        with _told(), FileSums(directory) as merged:
-            sums.update(merged.finish(name for name in files(directory) if name not in sums))
-        (directory / SUMS).write_text(sealed(sums))
+        with waiting(), FileSums(directory) as merged:
+            sums.update(merged.finish(name for name in files_below(directory) if name not in sums))
+        (directory / SUMS).write_text(sealed(json.dumps(sums, indent=1), LAST_LINE))
         self._guard()
 
 
@@ -114,24 +109,16 @@ class _Summing:
         own = f"ocdbt.process_{process}"
 
         def names() -> list[str]:
-            return [f"{own}/{name}" for name in files(directory / own)]
+            return [f"{own}/{name}" for name in files_below(directory / own)]
 
-        with FileSums(directory) as sums, ThreadPoolExecutor(1) as waiting:
-            written = waiting.submit(lambda: [write.result(timeout) for write in self._writes])
+        with FileSums(directory) as sums, ThreadPoolExecutor(1) as background:
+            written = background.submit(lambda: [write.result(timeout) for write in self._writes])
             while wait([written], _PAUSE).not_done:
                 sums.follow(names())
             written.result()
-            with _told():
+            with waiting():
                 finished = sums.finish(names())
         (directory / _OWN.format(process)).write_text(json.dumps(finished))
-
-
-@contextlib.contextmanager
-def _told() -> Iterator[None]:
-    """Records the seconds spent inside as `SUMS_EVENT`."""
-    begin = time.perf_counter()
-    yield
-    jax.monitoring.record_event_duration_secs(SUMS_EVENT, time.perf_counter() - begin)
 
 
 def created(directory: Any) -> epath.Path:
@@ -146,7 +133,7 @@ def damage(directory: epath.Path) -> list[str]:
         OSError: if a file exists and cannot be read, which does not prove damage.
     """
     try:
-        sums = unsealed(read_file(directory / SUMS))
+        sums = unsealed(read_file(directory / SUMS), LAST_LINE)
         check_sums(sums)
     except (FileNotFoundError, NotADirectoryError):
         return [f"{directory / SUMS}: missing"]
@@ -154,17 +141,10 @@ def damage(directory: epath.Path) -> list[str]:
         return [f"{directory / SUMS}: {error}"]
     if strange := strange_files(directory):
         return strange  # these must not be opened
-    there = set(files(directory)) - {SUMS, COMMITTED}  # the mark is written after the sums
+    there = set(files_below(directory)) - {SUMS, COMMITTED}  # the mark is written after the sums
     with FileSums(directory) as again:
-        now = again.finish(name for name in sums if name in there)
-    lines = [f"{directory / printable(name)}: missing" for name in sums if name not in there]
-    lines += [f"{directory / printable(name)}: not part of the checkpoint" for name in sorted(there - set(sums))]
-    for name, (size, crc) in now.items():
-        if size != sums[name][0]:
-            lines.append(f"{directory / name}: {size} bytes, {sums[name][0]} were written")
-        elif crc != sums[name][1]:
-            lines.append(f"{directory / name}: changed since it was written")
-    return lines
+        found = again.finish(there & sums.keys())
+    return differences(sums, dict.fromkeys(sorted(there), []) | found, f"{directory}/")
 
 
 @contextlib.contextmanager
@@ -183,29 +163,3 @@ def naming_damage(directory: epath.Path) -> Iterator[None]:
         if not broken:
             raise
         raise DamagedCheckpoint(directory.parent, broken) from error
-
-
-def files(directory: epath.Path) -> list[str]:
-    """Returns the relative paths of all files below a directory; empty if it does not exist."""
-    names: list[str] = []
-    for path in directory.iterdir() if directory.exists() else ():
-        names += [f"{path.name}/{name}" for name in files(path)] if path.is_dir() else [path.name]
-    return names
-
-
-def sealed(content: Any) -> str:
-    """Returns the content as JSON, with its checksum in the last line."""
-    text = json.dumps(content, indent=1)
-    return f"{text}\n{zlib.crc32(text.encode()):08x}\n"
-
-
-def unsealed(text: str) -> Any:
-    """Returns the content of a text that `sealed` returned.
-
-    Raises:
-        ValueError: if the text has changed.
-    """
-    body, _, seal = text.removesuffix("\n").rpartition("\n")
-    if f"{zlib.crc32(body.encode()):08x}" != seal:
-        raise ValueError("changed since it was written")
-    return parse_json(body.encode())

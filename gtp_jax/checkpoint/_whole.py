@@ -6,20 +6,19 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from ._damage import DamagedCheckpoint
-from ._foreign_json import read_file, strange_files
+from ._checksums import CHANGED, DamagedCheckpoint, differences
+from ._foreign_json import files_below, read_file, strange_files
 from ._manifest import FILES, SAVE
 from ._pruning import COMMITTED
 from ._side_files import FOLDER, files_damage
 from ._step import ARRAYS, MANIFEST, MANIFEST_FILE, check_files, read_manifest
-from ._sums import damage, files
+from ._sums import damage
 
 # orbax's files that describe the arrays and the step.
 _METADATA, _STEP_METADATA = "_METADATA", "_CHECKPOINT_METADATA"
 # Files that nothing is restored from, and that orbax writes after the sums are computed. It always writes them, so a
 # missing one has been deleted. Otherwise only the form of their content is checked.
 WITHOUT_SUM = (_STEP_METADATA, COMMITTED, f"{ARRAYS}/{COMMITTED}", f"{MANIFEST}/{COMMITTED}")
-_BESIDE = f"{MANIFEST}/{FOLDER}"
 _MARK = b"Checkpoint commit was successful"
 
 
@@ -33,27 +32,22 @@ def step_damage(path: Any) -> list[str]:
     """
     if strange := strange_files(path):
         return strange  # these must not be opened
-    lines, content = damage(path / ARRAYS), None
+    lines = damage(path / ARRAYS)
+    intact = not lines
     try:
         content = read_manifest(path)
-        if not lines:
+        lines += files_damage(path / MANIFEST / FOLDER, content.get(FILES, {}))
+        if intact:
             check_bound(path, content)
     except DamagedCheckpoint as error:
         lines += error.lines
-    described = None if content is None else content.get(FILES, {})
-    lines += files_damage(path / _BESIDE, described or {})
-    there = set(files(path))
-    lines += [f"{path / name}: missing" for name in WITHOUT_SUM if name not in there]
-    for name in sorted(there):
-        folder, _, file = name.rpartition("/")
-        if name in WITHOUT_SUM:
-            if not _is_orbax(name, (path / name).read_bytes()):
-                lines.append(f"{path / name}: changed since it was written")
-        elif folder == _BESIDE and (described is None or file in described):
-            continue  # checked above, or cannot be checked because the manifest is unreadable
-        elif name != f"{MANIFEST}/{MANIFEST_FILE}" and not name.startswith(f"{ARRAYS}/"):
-            lines.append(f"{path / name}: not part of the checkpoint")
-    return lines
+    elsewhere = (f"{ARRAYS}/", f"{MANIFEST}/{FOLDER}/")
+    found = {
+        name: (None, name in WITHOUT_SUM and _is_orbax(name, (path / name).read_bytes()))
+        for name in sorted({*files_below(path)} - {f"{MANIFEST}/{MANIFEST_FILE}"})
+        if name in WITHOUT_SUM or not name.startswith(elsewhere)
+    }
+    return lines + differences(dict.fromkeys(WITHOUT_SUM, (None, True)), found, f"{path}/")
 
 
 def _is_orbax(name: str, content: bytes) -> bool:
@@ -86,6 +80,6 @@ def check_bound(path: Any, content: Mapping[str, Any]) -> None:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise DamagedCheckpoint(path, [f"{file}: missing"]) from error
     except (ValueError, AttributeError, RecursionError) as error:
-        raise DamagedCheckpoint(path, [f"{file}: changed since it was written"]) from error
+        raise DamagedCheckpoint(path, [f"{file}: {CHANGED}"]) from error
     if theirs != content[SAVE]:
         raise DamagedCheckpoint(path, [f"{path / ARRAYS}: not the arrays that were saved with this manifest"])

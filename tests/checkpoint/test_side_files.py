@@ -96,7 +96,7 @@ def test_a_forged_manifest_names_no_file_elsewhere(directory):
     content["files"]["../../secret"] = [6, ""]
     crc = f"{zlib.crc32(json.dumps(content).encode()):08x}"
     file.write_text(json.dumps({**content, "crc32": crc}))
-    with pytest.raises(DamagedCheckpoint, match=naming("`files` sizes digests")):
+    with pytest.raises(DamagedCheckpoint, match=naming("`files` sizes checksums")):
         read(directory).files(2)
 
 
