@@ -7,7 +7,7 @@ import functools
 import math
 import os
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any, Self, TypeVar
 
@@ -414,11 +414,6 @@ class Checkpoints:
             OSError: if a file cannot be read.
         """
         return step_damage(self._path(step))
-
-    def damage_report(self, step: int, names: Sequence[str]) -> str:
-        """Returns the error message for arrays whose values differ from those saved."""
-        lines = [f"{name}: values differ from those saved" for name in names]
-        return str(DamagedCheckpoint(self._path(step), lines))
 
     def check_save(self) -> None:
         """Raises the error of the last save if it has failed by now in this process. Never waits for a save."""

@@ -65,20 +65,21 @@ class Digest:
     """Computes the digest of one array whose parts are in memory one at a time, in any order."""
 
     def __init__(self) -> None:
-        self._sums = np.zeros(len(_LANES), np.uint32)
+        self._parts: dict[int, np.ndarray] = {}
 
     def add(self, begin: int, part: np.ndarray) -> None:
-        """Adds a part of the array, which begins at index `begin` of the first dimension."""
+        """Adds a part of the array, which begins at index `begin` of the first dimension. Replaces the part that was
+        added with the same index."""
         size = part.dtype.itemsize
         # Words of 32 bits, because 64-bit types may be disabled in JAX; the bits are the same.
         words = part.view(f"uint{8 * min(size, 4)}")
         if size == 8:
             words = words.reshape(*part.shape, 2)
-        self._sums += np.asarray(_part_sums(words, np.uint32(begin)))
+        self._parts[begin] = np.asarray(_part_sums(words, np.uint32(begin)))
 
     def text(self) -> str:
         """Returns the digest as text; see `Digests`."""
-        return _text(self._sums)
+        return _text(np.array([*self._parts.values()]).reshape(-1, len(_LANES)).sum(axis=0, dtype=np.uint32))
 
 
 def _text(sums: np.ndarray) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..checkpoint import Checkpoints
+from ..checkpoint import Checkpoints, StoredArray
 from ..mesh import make_mesh
 from ..models import (
     Adapters,
@@ -46,12 +46,10 @@ class Adapter:
             return self.a.read(0, self.a.shape[0]), self.b.read(0, self.b.shape[0])
         return self.a.read(layer, layer + 1)[0], self.b.read(layer, layer + 1)[0]
 
-    def damaged(self) -> list[str]:
-        """Returns the names of the stored arrays that differ from what was saved; all layers must have been read.
-
-        Layers that are read later are checked anew.
-        """
-        return [*self.a.damaged(), *self.b.damaged()]
+    @property
+    def stored(self) -> list[StoredArray]:
+        """The arrays that are read, for `gtp_jax.checkpoint.check_values`."""
+        return [*self.a.stored, *self.b.stored]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +57,6 @@ class Adapted:
     """A checkpoint of a run with adapters. Its arrays are not in memory until they are read.
 
     Attributes:
-        checkpoints: the checkpoints of the run.
         step: the step of the checkpoint.
         config: the configuration of the model.
         adapters: the arguments of `gtp_jax.nn.lora`.
@@ -68,7 +65,6 @@ class Adapted:
         beside: the adapters, by the paths of their kernels.
     """
 
-    checkpoints: Checkpoints
     step: int
     config: ModelConfig
     adapters: Adapters
@@ -82,18 +78,6 @@ class Adapted:
         found = [self.base[path] for path in self.beside]
         kinds = [f"{x.format.name} codes" if x.format is not None else x.parts[""].dtype for x in found]
         return " and ".join(sorted(set(kinds)))
-
-    def check(self, names: list[str]) -> None:
-        """Refuses arrays that differ from what was saved.
-
-        Args:
-            names: the names of such arrays.
-
-        Raises:
-            ValueError: if there are any; the message names their files.
-        """
-        if names:
-            raise ValueError(self.checkpoints.damage_report(self.step, names))
 
 
 def read_adapted(directory: str | Path, step: int | None) -> Adapted:
@@ -131,7 +115,7 @@ def read_adapted(directory: str | Path, step: int | None) -> Adapted:
             f"{where} lacks arrays of its model: {', '.join(lacking) or 'all adapters'}. Take another step."
         )
     base = {path: array for path, array in base.items() if not path.endswith("/words")}
-    return Adapted(checkpoints, manifest["step"], config, adapters, origin, base, beside)
+    return Adapted(manifest["step"], config, adapters, origin, base, beside)
 
 
 def _joined(path: Any) -> str:

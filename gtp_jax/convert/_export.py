@@ -12,7 +12,7 @@ import numpy as np
 from tqdm import tqdm
 
 from .._foreign import brief
-from ..checkpoint import CODES, Checkpoints, Digest, StoredArray
+from ..checkpoint import CODES, Checkpoints, StoredArray, check_values
 from ..models import (
     Adapters,
     EvaluationArray,
@@ -116,7 +116,7 @@ def export_llama(
                 for entry in part:
                     writer.write(next(arrays))
                     bar.update(entry.nbytes)
-        values.check(checkpoints, manifest["step"])
+        values.check()
         if len(parts) > 1:
             _write_index(directory / INDEX_FILE, files, parts)
         write_config(directory, config, encoding, {**origin.config, **of_tokens}, max_positions)
@@ -158,7 +158,7 @@ class _Values:
         self._stored = stored
         self._tensors = tensors
         self._kept = kept
-        self._digests: dict[StoredArray, Digest] = {}
+        self._codes: dict[str, StoredArray] = {}  # those that were read
         self._row: dict[str, tuple[int, np.ndarray]] = {}  # per array of experts, the layer that was read last
         self._fused = ""
         self._amax = np.float32(0)
@@ -172,39 +172,35 @@ class _Values:
             else:
                 yield from encoding.arrays(whole, values, self._fused_amax)
 
-    def check(self, checkpoints: Checkpoints, step: int) -> None:
+    def check(self) -> None:
         """Checks that what was read is what was saved.
 
         Raises:
-            ValueError: if it is not.
+            DamagedCheckpoint: a `ValueError`, if it is not.
         """
-        wrong = [name for array in self._stored.values() for name in array.damaged()]
-        wrong += [array.name for array, digest in self._digests.items() if digest.text() != array.digest]
-        if wrong:
-            raise ValueError(checkpoints.damage_report(step, wrong))
+        check_values([*(part for array in self._stored.values() for part in array.stored), *self._codes.values()])
 
     def _row_of(self, array: StoredArray, tensor: Tensor) -> np.ndarray:
         """Reads the codes or the scales of a tensor in a layer."""
         assert tensor.layer is not None
-        row = array.read(tensor.layer, tensor.layer + 1)
-        self._digests.setdefault(array, Digest()).add(tensor.layer, row)
-        return row[0]
+        self._codes[array.name] = array
+        return array.read(tensor.layer, tensor.layer + 1)[0]
 
     def _of_file(self, whole: Tensor, own: list[Tensor]) -> np.ndarray:
         """Returns the values of a tensor of a file, given the tensors that it contains."""
         if own == [whole]:
-            return self._read(whole, digest=True)
+            return self._read(whole)
         values = np.empty(whole.shape, np.float32)
         for tensor in own:
-            tensor.view(values)[...] = self._read(tensor, digest=True)
+            tensor.view(values)[...] = self._read(tensor)
         return values
 
-    def _read(self, tensor: Tensor, *, digest: bool) -> np.ndarray:
+    def _read(self, tensor: Tensor) -> np.ndarray:
         array = self._stored[tensor.path]
         if tensor.expert is not None:
             return self._of_expert(tensor, array)
         begin, end = (0, array.shape[0]) if tensor.layer is None else (tensor.layer, tensor.layer + 1)
-        part = array.read(begin, end, digest=digest)
+        part = array.read(begin, end)
         whole = part if tensor.layer is None else part[0]
         return whole.T if tensor.transposed else whole
 
@@ -219,7 +215,7 @@ class _Values:
     def _fused_amax(self, tensor: Tensor) -> np.float32:
         if tensor.fused != self._fused:  # fused weights are consecutive
             members = (other for other in self._tensors if other.fused == tensor.fused)
-            amaxes = [multi_amax([jnp.asarray(self._read(other, digest=False), jnp.float32)]) for other in members]
+            amaxes = [multi_amax([jnp.asarray(self._read(other), jnp.float32)]) for other in members]
             self._fused, self._amax = tensor.fused, np.float32(np.max(amaxes))
         return self._amax
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..checkpoint import Checkpoints, Digest, StreamedArray
+from ..checkpoint import Checkpoints, StreamedArray, check_values
 from ..models import ModelConfig, saved
 from ._adapted import Adapted, read_adapted
 from ._fresh import fresh_directory
@@ -53,7 +53,7 @@ def merge_adapters(checkpoint: str | Path, out: str | Path, *, step: int | None 
     """
     run = read_adapted(checkpoint, step)
     params = {
-        path: StreamedArray(array.shape, np.float32, array.rows, functools.partial(_merged, run, path, {}))
+        path: StreamedArray(array.shape, np.float32, array.rows, functools.partial(_merged, run, path))
         for path, array in run.base.items()
     }
     extra = {**saved(run.config), **run.origin.extra()}
@@ -62,17 +62,15 @@ def merge_adapters(checkpoint: str | Path, out: str | Path, *, step: int | None 
     return Merged(run.config, run.step, len(run.beside), run.values)
 
 
-def _merged(run: Adapted, path: str, digests: dict[str, Digest], begin: int) -> np.ndarray:
+def _merged(run: Adapted, path: str, begin: int) -> np.ndarray:
     """Returns some rows of a merged array. With the last rows, checks all that was read of it."""
-    if begin == 0:
-        digests.clear()
     base, adapter = run.base[path], run.beside.get(path)
-    found = base.read(begin, digests).astype(np.float32)
+    found = base.read(begin).astype(np.float32)
     stacked = len(base.shape) > 2
     if adapter is not None:
         a, b = (x.astype(np.float32) for x in adapter.read(begin if stacked else None))
         added = np.float32(run.adapters.alpha / run.adapters.rank) * (a @ b)
         found = found + (added[None] if stacked else added)
     if begin + base.rows >= base.shape[0]:
-        run.check([*base.damaged(digests), *([] if adapter is None else adapter.damaged())])
+        check_values([*base.parts.values(), *([] if adapter is None else adapter.stored)])
     return np.ascontiguousarray(found, np.float32)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ..checkpoint import check_values
 from ..models import ModelConfig, hugging_face_of
 from ._adapted import read_adapted
 from ._fresh import fresh_directory
@@ -70,7 +71,7 @@ def export_peft(checkpoint: str | Path, out: str | Path, *, step: int | None = N
             targets[name.rpartition(".")[2]] = None
             for letter, matrix in zip("AB", adapter.read(tensor.layer), strict=True):
                 arrays[f"base_model.model.{name}.lora_{letter}{_WEIGHT}"] = matrix.T.astype(np.float32)
-    run.check([name for adapter in run.beside.values() for name in adapter.damaged()])
+    check_values(array for adapter in run.beside.values() for array in adapter.stored)
     fields: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

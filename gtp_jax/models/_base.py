@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from ..checkpoint import Checkpoints, Digest, StoredArray
+from ..checkpoint import Checkpoints, StoredArray
 from ..formats import STORED, Format, QuantizedArray
 from ..nn import layout_of
 from ..ops import dequantize
@@ -55,18 +55,17 @@ class BaseArray:
     def _stacked(self) -> bool:
         return len(self.shape) > 2
 
-    def read(self, begin: int, digests: dict[str, Digest]) -> np.ndarray:
+    def read(self, begin: int) -> np.ndarray:
         """Returns `rows` rows; dequantizes codes to float32.
 
         Args:
             begin: the index of the first row.
-            digests: the digests of the stored arrays by name; the rows are added to them.
 
         Raises:
             ValueError, OSError: for the same reasons as `StoredArray.read`.
         """
         row = begin if self._stacked else None
-        found = {name: _read(part, row, digests) for name, part in self.parts.items()}
+        found = {name: _read(part, row) for name, part in self.parts.items()}
         if self.format is None:
             return found[""]
         codes, scales, amax = (
@@ -75,10 +74,6 @@ class BaseArray:
         assert codes is not None
         values = np.asarray(dequantize(QuantizedArray(codes, scales, amax, self.format, self.matrix), jnp.float32))
         return values.swapaxes(-1, -2) if self.transposed else values
-
-    def damaged(self, digests: Mapping[str, Digest]) -> list[str]:
-        """Returns the names of the stored arrays that differ from what was saved; all rows must have been read."""
-        return [part.name for part in self.parts.values() if digests[part.name].text() != part.digest]
 
 
 def base_arrays(checkpoints: Checkpoints, manifest: Mapping[str, Any], model: nnx.Module) -> dict[str, BaseArray]:
@@ -116,13 +111,8 @@ def base_arrays(checkpoints: Checkpoints, manifest: Mapping[str, Any], model: nn
     return arrays
 
 
-def _read(stored: StoredArray, row: int | None, digests: dict[str, Digest]) -> np.ndarray:
+def _read(stored: StoredArray, row: int | None) -> np.ndarray:
     """Returns one row of a stored array, or the whole array if `row` is `None`."""
     if not stored.shape:  # an amax that belongs to all rows, and is read again with each of them
-        value, digests[stored.name] = stored.read(0, 1), Digest()
-        digests[stored.name].add(0, value)
-        return value[0]
-    begin, end = (0, stored.shape[0]) if row is None else (row, row + 1)
-    part = stored.read(begin, end)
-    digests.setdefault(stored.name, Digest()).add(begin, part)
-    return part
+        return stored.read(0, 1)[0]
+    return stored.read(0, stored.shape[0]) if row is None else stored.read(row, row + 1)

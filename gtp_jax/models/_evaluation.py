@@ -10,7 +10,6 @@ readers of a model do not need the optimizer.
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ import numpy as np
 import optax
 import optax.contrib
 
-from ..checkpoint import Checkpoints, Digest, StoredArray
+from ..checkpoint import Checkpoints, StoredArray, check_values
 from ..mesh import Path, on_device, with_paths
 
 Tree = Any
@@ -85,7 +84,7 @@ def saved_evaluation(opt_state: Tree) -> dict[str, Any]:
 
 
 class EvaluationArray:
-    """The evaluation weight of a parameter on disk, read row by row; the rows that are read are digested.
+    """The evaluation weight of a parameter on disk, read row by row.
 
     Args:
         trained: the parameter that was trained.
@@ -93,37 +92,23 @@ class EvaluationArray:
         b1: the b1 of a schedule-free optimizer; `None` otherwise.
 
     Attributes:
-        name: the name of the parameter.
         shape: the logical shape of the parameter.
+        stored: the arrays that are read, for `gtp_jax.checkpoint.check_values`.
     """
 
     def __init__(self, trained: StoredArray, average: StoredArray | None, b1: np.ndarray | None) -> None:
-        self.name, self.shape = trained.name, trained.shape
-        self._b1 = b1
+        self.shape, self._b1 = trained.shape, b1
         # An average replaces the trained parameter, which is then not read.
-        self._read = [array for array in (None if average and b1 is None else trained, average) if array is not None]
-        self._digests: dict[str, Digest] = collections.defaultdict(Digest)
+        self.stored = [array for array in (None if average and b1 is None else trained, average) if array is not None]
 
-    def read(self, begin: int, end: int, *, digest: bool = True) -> np.ndarray:
-        """Returns rows `begin` to `end`, and adds them to the digest; pass `digest=False` to read rows a second time.
+    def read(self, begin: int, end: int) -> np.ndarray:
+        """Returns rows `begin` to `end`.
 
         Raises:
             ValueError, OSError: for the same reasons as `StoredArray.read`.
         """
-        parts = [array.read(begin, end) for array in self._read]
-        if digest:
-            for array, part in zip(self._read, parts, strict=True):
-                self._digests[array.name].add(begin, part)
+        parts = [array.read(begin, end) for array in self.stored]
         return parts[0] if len(parts) == 1 else _of(parts[0], parts[1], self._b1)
-
-    def damaged(self) -> list[str]:
-        """Returns the names of the arrays that differ from what was saved; all their rows must have been read.
-
-        Rows that are read later start a new digest.
-        """
-        wrong = [array.name for array in self._read if self._digests[array.name].text() != array.digest]
-        self._digests.clear()
-        return wrong
 
 
 def evaluation_arrays(checkpoints: Checkpoints, manifest: Mapping[str, Any]) -> dict[str, EvaluationArray]:
@@ -205,10 +190,8 @@ def _name_of_average(place: _Place, name: str) -> str:
 
 def _scalar(array: StoredArray) -> np.ndarray:
     """Reads and checks a scalar, and returns it with shape (1,)."""
-    value, digest = array.read(0, 1), Digest()
-    digest.add(0, value)
-    if digest.text() != array.digest:
-        raise ValueError(f"the checkpoint is damaged: {array.name} is not what was saved. Use another step.")
+    value = array.read(0, 1)
+    check_values([array])
     return value
 
 

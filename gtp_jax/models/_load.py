@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from ..checkpoint import Checkpoints, checkpoints_in
+from ..checkpoint import Checkpoints, check_values, checkpoints_in
 from ..layout import pad
 from ..mesh import check_mesh_in_scope
 from ..nn import Frozen, abstract_model, freeze, layout_of
@@ -30,11 +30,6 @@ from ._stored_codes import take_stored_codes
 # The number of rows of a matrix that are read at a time.
 _ROWS = 4096
 _SHOWN = 8
-
-_DAMAGED = (
-    "{} is damaged: {} is not what was saved. `gtp-jax checkpoint verify` says which files are damaged; take another "
-    "step."
-)
 
 
 def load(
@@ -165,30 +160,28 @@ def _fill(model: nnx.Module, checkpoints: Checkpoints, manifest: Mapping[str, An
     for name, variable in wants.items():
         like, array = variable.get_raw_value(), has[name]
         dtype = kept if layout_of(variable) is not None else like.dtype
-        whole = _of_base(array, dtype, where) if isinstance(array, BaseArray) else _read(array, dtype, where)
+        whole = _of_base(array, dtype) if isinstance(array, BaseArray) else _read(array, dtype)
         layout = padded_layout(variable)
         whole = whole if layout is None else pad(whole, layout)
         variable.set_raw_value(jax.device_put(whole, like.sharding))
 
 
-def _of_base(array: BaseArray, dtype: jax.typing.DTypeLike, where: str) -> np.ndarray:
+def _of_base(array: BaseArray, dtype: jax.typing.DTypeLike) -> np.ndarray:
     """Reads an array of a frozen base, a part at a time, and returns it in the given dtype."""
-    whole, digests = np.empty(array.shape, dtype), {}
+    whole = np.empty(array.shape, dtype)
     for begin in range(0, array.shape[0], array.rows):
-        whole[begin : begin + array.rows] = array.read(begin, digests)
-    if wrong := array.damaged(digests):
-        raise ValueError(_DAMAGED.format(where, wrong[0]))
+        whole[begin : begin + array.rows] = array.read(begin)
+    check_values(array.parts.values())
     return whole
 
 
-def _read(stored: EvaluationArray, dtype: jax.typing.DTypeLike, where: str) -> np.ndarray:
+def _read(array: EvaluationArray, dtype: jax.typing.DTypeLike) -> np.ndarray:
     """Reads an array, a few rows at a time, and returns it in the given dtype."""
-    whole = np.empty(stored.shape, dtype)
-    length = stored.shape[0]
-    rows = 1 if len(stored.shape) > 2 else _ROWS  # one layer of a stack
+    whole = np.empty(array.shape, dtype)
+    length = array.shape[0]
+    rows = 1 if len(array.shape) > 2 else _ROWS  # one layer of a stack
     for begin in range(0, length, rows):
         end = min(begin + rows, length)
-        whole[begin:end] = stored.read(begin, end)
-    if damaged := stored.damaged():
-        raise ValueError(_DAMAGED.format(where, ", ".join(damaged)))
+        whole[begin:end] = array.read(begin, end)
+    check_values(array.stored)
     return whole

@@ -154,7 +154,6 @@ def test_a_step_that_is_no_whole_number_is_refused_by_every_call_that_takes_one(
             "manifest": lambda: checkpoints.manifest(step),
             "files": lambda: checkpoints.files(step),
             "verify": lambda: checkpoints.verify(step),
-            "damage_report": lambda: checkpoints.damage_report(step, []),
         }
         takes = {name for name in dir(Checkpoints) if not name.startswith("_")}
         takes = {name for name in takes if "step" in inspect.signature(getattr(Checkpoints, name)).parameters}

@@ -142,13 +142,13 @@ def test_an_export_in_fp8_quantizes_values_in_tiles_by_the_oracle(tmp_path):
 
 
 def test_damaged_codes_are_not_exported(made, tmp_path, monkeypatch):
-    read = StoredArray.read
+    read = StoredArray._rows
 
     def flipped(self, begin, end):
         found = read(self, begin, end)
         return found ^ np.uint8(1) if self.name.startswith("codes/") and self.name.endswith("gate/codes") else found
 
-    monkeypatch.setattr(StoredArray, "read", flipped)
+    monkeypatch.setattr(StoredArray, "_rows", flipped)
     with pytest.raises(ValueError, match=naming("codes/blocks/layers/mlp/up/kernel/gate/codes")):
         export_llama(made[0] / "imported", tmp_path / "fp8", dtype="fp8")
     assert not (tmp_path / "fp8").exists()

@@ -222,11 +222,11 @@ def test_a_checkpoint_has_both_sets_and_goes_on_anywhere(run, tmp_path):
 
 def test_an_average_that_was_changed_on_disk_is_not_read(run, monkeypatch, tmp_path):
     directory, _ = run
-    read = StoredArray.read
+    read = StoredArray._rows
     changed = lambda self, begin, end: read(self, begin, end) + np.float32(self.name.endswith("embed/table") * 1e-3)  # noqa: E731
-    monkeypatch.setattr(StoredArray, "read", changed)
+    monkeypatch.setattr(StoredArray, "_rows", changed)
     message = "opt_state/(.*/)?(z|average)/embed/table"
-    with jax.set_mesh(gtp.make_mesh(gtp=8)), pytest.raises(ValueError, match=f"damaged: .*{message}"):
+    with jax.set_mesh(gtp.make_mesh(gtp=8)), pytest.raises(ValueError, match=f"(?s)damaged:.*{message}"):
         load(directory)
     with pytest.raises(ValueError, match=message):
         export_llama(directory / "checkpoints", tmp_path / "out")
