@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import zlib
 from collections.abc import Callable, Iterable
@@ -11,8 +12,8 @@ from typing import IO, Any, Self
 
 from etils import epath
 
-from ._crc import joined
-
+# That of CRC-32, the powers of x from the highest bit down.
+_POLYNOMIAL = 0xEDB88320
 _PART_BYTES = 1 << 24
 # Small enough for a core's own cache, and large enough that threads seldom contend for the GIL.
 _BUFFER_BYTES = 1 << 20
@@ -52,7 +53,7 @@ class FileSums:
         for name, (size, parts) in begun.items():
             crc = 0
             for index, part in enumerate(parts):
-                crc = joined(crc, part.result(), min(_PART_BYTES, size - index * _PART_BYTES))
+                crc = _joined(crc, part.result(), min(_PART_BYTES, size - index * _PART_BYTES))
             by_name[name] = [size, crc]
         return by_name
 
@@ -81,6 +82,34 @@ class FileSums:
         self._pool.shutdown(cancel_futures=True)
         for file, _parts in self._followed.values():
             file.close()
+
+
+def _joined(left: int, right: int, right_bytes: int) -> int:
+    """Returns the CRC-32 of two concatenated parts, given those of the parts and the length of the second in bytes.
+
+    A CRC without its inversions is a remainder over GF(2). Appending n bytes multiplies that of the first part by
+    x^(8n); that of the second is added (M. Adler's `crc32_combine` in zlib).
+    """
+    return _product(left, _power(8 * right_bytes)) ^ right
+
+
+@functools.cache
+def _power(exponent: int) -> int:
+    """Returns the remainder of a power of x."""
+    if exponent < 32:
+        return 1 << 31 - exponent
+    half = _power(exponent // 2)
+    square = _product(half, half)
+    return _product(square, _power(1)) if exponent % 2 else square
+
+
+def _product(left: int, right: int) -> int:
+    """Returns the remainder of the product of two remainders."""
+    product = 0
+    for bit in reversed(range(32)):
+        product ^= right if left >> bit & 1 else 0
+        right = right >> 1 ^ (_POLYNOMIAL if right & 1 else 0)
+    return product
 
 
 def _sum_part(source: int | epath.Path, begin: int) -> int:
