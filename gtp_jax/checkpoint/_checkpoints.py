@@ -27,10 +27,9 @@ from ._place import check_encodes
 from ._pruning import nothing_guards
 from ._quiet import keep_quiet, work_abandoned
 from ._retention import Retention
-from ._set_aside import set_aside
 from ._static import static_fields
 from ._step import ARRAYS, loss_of, new_manager, read_arrays, read_manifest, read_step_files, write_step
-from ._steps import MOST, absolute, agreed_steps, find_step, no_step, refused_write, steps_in, whole_step
+from ._steps import MOST, absolute, agreed_steps, find_step, no_step, refused_write, set_aside, steps_in, whole_step
 from ._stored import StoredArray, stored_arrays
 from ._streamed import StreamedArray
 from ._whole import check_bound, step_damage

@@ -1,12 +1,13 @@
-"""Finds the steps in a directory of checkpoints."""
+"""Finds the steps in a directory of checkpoints, and removes them without deleting them."""
 
 from __future__ import annotations
 
 import errno
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
@@ -123,6 +124,23 @@ def agreed_steps(directory: str) -> list[int]:
     steps = sorted(steps_in(directory))
     _check_same(directory, max(steps, default=-1), len(steps))
     return steps
+
+
+def set_aside(path: Any, reason: Literal["damaged", "abandoned"]) -> Any:
+    """Renames a step's directory, in the first process only, so that it is no longer a step.
+
+    Args:
+        path: the path of the directory.
+        reason: whether its files have changed since they were written, or the run has gone back to an earlier step.
+
+    Returns:
+        The new path, the first that is unused.
+    """
+    names = [f"{path.name}.{reason}", *(f"{path.name}.{reason}-{count}" for count in range(2, 100))]
+    kept = next(one for one in (path.parent / name for name in names) if not one.exists())
+    if jax.process_index() == 0:
+        path.rename(kept)
+    return kept
 
 
 def _check_same(directory: str, step: int, count: int = 0) -> None:
