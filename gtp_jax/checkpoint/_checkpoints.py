@@ -24,13 +24,12 @@ from ._digest import Digests
 from ._leaf import Leaf, check_has_params, check_savable, leaves
 from ._manifest import FILES, SAVE, check, check_format, complete, manifest
 from ._place import check_encodes
-from ._pruning import nothing_guards
 from ._quiet import keep_quiet, work_abandoned
 from ._retention import Retention
 from ._static import static_fields
 from ._step import ARRAYS, loss_of, new_manager, read_arrays, read_manifest, read_step_files, write_step
 from ._steps import MOST, absolute, agreed_steps, find_step, no_step, refused_write, set_aside, steps_in, whole_step
-from ._stored import StoredArray, stored_arrays
+from ._stored import StoredArray
 from ._streamed import StreamedArray
 from ._whole import check_bound, step_damage
 
@@ -87,7 +86,7 @@ class Checkpoints:
         *,
         keep_best: int = 0,
         read_only: bool = False,
-        guard: Callable[[], None] = nothing_guards,
+        guard: Callable[[], None] = lambda: None,
     ) -> None:
         keep, keep_best = keep if keep is None else whole_step(keep, "keep"), whole_step(keep_best, "keep_best")
         if keep_best < 0:
@@ -159,9 +158,7 @@ class Checkpoints:
         saved = leaves(state)
         check_savable(saved)
         static, files = static_fields(state), dict(files or {})
-        content = manifest(
-            step, saved, {} if extra is None else extra, static=static, loss=loss, recipe=recipe, files=files
-        )
+        content = manifest(step, saved, extra, static=static, files=files, loss=loss, recipe=recipe)
         arrays = {leaf.name: leaf.to_disk() for leaf in saved}
         digests, description = Digests(arrays), Future[str]()
         try:
@@ -218,7 +215,7 @@ class Checkpoints:
             saved.append(Leaf(tuple(name.split("/")), jax.ShapeDtypeStruct(array.shape, array.dtype)))
             digests[name] = array.digest()
         description: Future[str] = Future()
-        content = manifest(step, saved, {} if extra is None else extra, static=static_fields(tree), files=files)
+        content = manifest(step, saved, extra, static=static_fields(tree), files=files)
         description.set_result(complete(content, digests))
         self.close()
         self._check_guard()  # because the manager deletes what looks half-written
@@ -240,7 +237,10 @@ class Checkpoints:
         content = read_manifest(path)
         check_format(content, f"the checkpoint {path}")
         check_bound(path, content)
-        return stored_arrays(path / ARRAYS, content["leaves"])
+        return {
+            name: StoredArray(name, tuple(leaf["shape"]), leaf["dtype"], leaf["digest"], path / ARRAYS)
+            for name, leaf in content["leaves"].items()
+        }
 
     def restore(self, state_like: _State, step: int | None = None) -> tuple[_State, dict[str, Any]]:
         """Restores a train state with the shardings of another.
@@ -333,7 +333,7 @@ class Checkpoints:
                 `nnx.State`, which is a mapping.
             FileNotFoundError, ValueError, OSError: as in `restore`.
         """
-        check_has_params(state_like, _PARAMS)
+        check_has_params(state_like)
         _, arrays = self._read(state_like, step, part=f"{_PARAMS}/")
         return jax.tree.unflatten(jax.tree.structure(state_like.params), arrays)
 

@@ -38,7 +38,8 @@ _SHOWN = 8
 
 
 class DamagedCheckpoint(ValueError):
-    """Files of a step are missing, or have changed since they were written.
+    """Files of a step are missing or have changed since they were written, or its arrays have other values than those
+    saved.
 
     Args:
         path: the path of the step's directory.

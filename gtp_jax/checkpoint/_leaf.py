@@ -106,18 +106,18 @@ def leaves(state: Any, padded: Mapping[Path, Any] | None = None) -> list[Leaf]:
     return listed
 
 
-def check_has_params(state: Any, name: str) -> None:
-    """Refuses a state whose parameters are not in its attribute `name`.
+def check_has_params(state: Any) -> None:
+    """Refuses a state without parameters in an attribute `params`.
 
     Raises:
         TypeError: names the type of `state`, and the remedy.
     """
     mapping = isinstance(state, Mapping)  # excluded, because a mapping's keys may be attributes too (`nnx.State`)
-    held = None if mapping else getattr(state, name, None)
+    held = None if mapping else getattr(state, "params", None)
     if held is None or not jax.tree.leaves(held):
         keys = f" with the keys {brief(list(state))}," if mapping else ""
         raise TypeError(
-            f"`state_like` is a {type(state).__name__}{keys} without an attribute `{name}` that holds arrays. "
+            f"`state_like` is a {type(state).__name__}{keys} without an attribute `params` that holds arrays. "
             "`restore_params` takes a `TrainState`, such as "
             "`gtp_jax.TrainState.create(gtp_jax.nn.abstract_model(factory), optimizer)`. If the checkpoint was saved "
             "from an `nnx.State`, call `restore`, which takes one."

@@ -11,7 +11,8 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-import tensorstore as ts
+
+from ._database import OwnArrays, new_array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,15 +33,9 @@ class LogicalArray:
         return len(self.shape)
 
 
-class LogicalHandler(ocp.type_handlers.TypeHandler):
+class LogicalHandler(OwnArrays):
     """Writes the logical part of arrays in the files that orbax writes for other arrays. `serialize` copies the shards
     to the host; they are written in the background."""
-
-    def typestr(self) -> str:
-        return "jax.Array"
-
-    async def metadata(self, infos: Sequence[Any]) -> Sequence[Any]:
-        raise NotImplementedError("arrays are described by the manifest")
 
     async def serialize(
         self, values: Sequence[LogicalArray], infos: Sequence[Any], args: Sequence[Any] | None = None
@@ -48,9 +43,6 @@ class LogicalHandler(ocp.type_handlers.TypeHandler):
         args = args or [ocp.SaveArgs()] * len(values)
         parts = [_Parts(value, info, one.shard_axes) for value, info, one in zip(values, infos, args, strict=True)]
         return [_Writing(parts)]
-
-    async def deserialize(self, infos: Sequence[Any], args: Any = None) -> Sequence[Any]:
-        raise NotImplementedError("arrays are restored as `jax.Array`, by orbax's own handler")
 
 
 class _Parts:
@@ -82,19 +74,8 @@ class _Writing:
 
 
 async def _write(own: _Parts) -> None:
-    info = own.info
-    await info.await_path_creation()
-    # a database of its own, because orbax writes to that of the process meanwhile; in the end it merges all of them
-    base = f"{info.parent_dir}/ocdbt.process_{jax.process_index()}padded/"
-    layout = {"shape": own.shape, "chunks": own.chunks, "compressor": {"id": "zstd", "level": 1}}
-    store = {"driver": "ocdbt", "base": {"driver": "file", "path": base}, "path": info.name + "/"}
-    array = await ts.open(
-        {"driver": "zarr", "kvstore": store, "metadata": layout, "store_data_equal_to_fill_value": True},
-        dtype=own.dtype,
-        create=True,
-        open=True,
-        context=info.ts_context,
-    )
+    # in a database of its own, because orbax writes to that of the process meanwhile
+    array = await new_array(own.info, own.shape, own.chunks, own.dtype, database="padded")
     for index, part in own.parts:
         await array[index].write(part)
 

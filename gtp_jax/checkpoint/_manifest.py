@@ -34,23 +34,23 @@ FILES = "files"
 def manifest(
     step: int,
     leaves: Sequence[Leaf],
-    extra: dict[str, Any],
+    extra: dict[str, Any] | None,
     *,
-    static: Mapping[str, str] | None = None,
+    static: Mapping[str, str],
+    files: Mapping[str, bytes],
     loss: float | None = None,
     recipe: Recipe | None = None,
-    files: Mapping[str, bytes] | None = None,
 ) -> dict[str, Any]:
     """Returns the manifest of a checkpoint, without the digests of its arrays.
 
     Args:
         step: the step of the checkpoint.
         leaves: the arrays of the checkpoint.
-        extra: the caller's own content.
+        extra: the caller's own content; `None` means an empty dict.
         static: the static fields of the state.
+        files: the contents of the files stored with the arrays, by name.
         loss: the loss of the state; NaN and infinities are recorded as no loss.
         recipe: the recipe that the state was trained with.
-        files: the contents of the files stored with the arrays, by name.
 
     Raises:
         ValueError: if `extra` is too large or too deeply nested to be read back, if there are too many files, or if a
@@ -65,14 +65,12 @@ def manifest(
         "step": step,
         SAVE: secrets.token_hex(16),
         "leaves": entries,
-        "static": dict(static or {}),
-        "extra": _as_json(extra),
+        "static": dict(static),
+        "extra": _as_json({} if extra is None else extra),
+        "recipe": recipe and recipe.describe(),
+        "loss": float(loss) if loss is not None and math.isfinite(loss) else None,
     }
-    content["recipe"] = recipe and recipe.describe()
-    content["loss"] = float(loss) if loss is not None and math.isfinite(loss) else None
-    if files:
-        content[FILES] = describe(files)
-    return content
+    return content | {FILES: describe(files)} if files else content
 
 
 def complete(content: dict[str, Any], digests: Mapping[str, str]) -> str:

@@ -15,10 +15,6 @@ _HALF_WRITTEN = ".orbax-checkpoint-tmp"
 COMMITTED = "commit_success.txt"
 
 
-def nothing_guards() -> None:
-    """Allows everything to be published and deleted."""
-
-
 class Pruning:
     """Deletes steps: renames them first, so that a step whose deletion is interrupted no longer counts as a step.
 

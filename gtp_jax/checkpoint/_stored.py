@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
-import tensorstore as ts
 
 from ._checksums import DamagedCheckpoint, differences
+from ._database import stored_array
 from ._digest import Digest
 from ._sums import naming_damage
 
@@ -50,25 +50,13 @@ class StoredArray:
         self._read.add(begin, rows)
         return rows
 
+    def open(self) -> Any:
+        """Opens the array in orbax's layout."""
+        return stored_array(self.directory, self.name)
+
     def _rows(self, begin: int, end: int) -> np.ndarray:
         array = self.open()
         return array[begin:end].read().result() if self.shape else array.read().result().reshape(1)[begin:end]
-
-    def open(self) -> Any:
-        """Opens the array in orbax's layout."""
-        where = str(self.directory)
-        base = where.rstrip("/") + "/" if "://" in where else {"driver": "file", "path": where + "/"}
-        store = {"driver": "ocdbt", "base": base, "path": self.name.replace("/", ".") + "/"}
-        # Chunks are not cached, because a reader that goes through an array needs each chunk once.
-        return ts.open({"driver": "zarr", "kvstore": store}, open=True, read=True).result()
-
-
-def stored_arrays(directory: Any, leaves: Mapping[str, Any]) -> dict[str, StoredArray]:
-    """Returns a step's arrays by name, as the manifest describes them, given the directory of its arrays."""
-    return {
-        name: StoredArray(name, tuple(leaf["shape"]), leaf["dtype"], leaf["digest"], directory)
-        for name, leaf in leaves.items()
-    }
 
 
 def check_values(arrays: Iterable[StoredArray]) -> None:

@@ -8,9 +8,8 @@ from typing import Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
-import tensorstore as ts
 
+from ._database import OwnArrays, new_array
 from ._digest import Digest
 
 
@@ -49,36 +48,14 @@ class StreamedArray:
         return digest.text()
 
 
-class StreamHandler(ocp.type_handlers.TypeHandler):
+class StreamHandler(OwnArrays):
     """Writes streamed arrays one after another, each part as one chunk, in the files that orbax writes for arrays in
     memory."""
 
-    def typestr(self) -> str:
-        return "jax.Array"
-
-    async def metadata(self, infos: Sequence[Any]) -> Sequence[Any]:
-        raise NotImplementedError("arrays are described by the manifest")
-
-    async def serialize(self, values: Sequence[Any], infos: Sequence[Any], args: Any = None) -> Sequence[Any]:
+    async def serialize(self, values: Sequence[StreamedArray], infos: Sequence[Any], args: Any = None) -> Sequence[Any]:
         del args
         for value, info in zip(values, infos, strict=True):
-            await info.await_path_creation()
-            own = f"{info.parent_dir}/ocdbt.process_{jax.process_index()}/"
-            store = {"driver": "ocdbt", "base": {"driver": "file", "path": own}, "path": info.name + "/"}
-            layout = {
-                "shape": value.shape,
-                "chunks": (value.rows, *value.shape[1:]),
-                "compressor": {"id": "zstd", "level": 1},
-            }
-            array = await ts.open(
-                {"driver": "zarr", "kvstore": store, "metadata": layout, "store_data_equal_to_fill_value": True},
-                dtype=value.dtype,
-                create=True,
-                context=info.ts_context,
-            )
+            array = await new_array(info, value.shape, (value.rows, *value.shape[1:]), value.dtype)
             for begin, part in value.parts():
                 await array[begin : begin + value.rows].write(part)
         return []
-
-    async def deserialize(self, infos: Sequence[Any], args: Any = None) -> Sequence[Any]:
-        raise NotImplementedError("arrays are restored as `jax.Array`, by orbax's own handler")

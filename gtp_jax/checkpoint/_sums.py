@@ -126,7 +126,7 @@ def created(directory: Any) -> epath.Path:
     return epath.Path(getattr(directory, "path", directory))
 
 
-def damage(directory: epath.Path) -> list[str]:
+def arrays_damage(directory: epath.Path) -> list[str]:
     """Returns one line for each file of a step's arrays that is missing, has changed, or is not part of the checkpoint.
 
     Raises:
@@ -159,7 +159,7 @@ def naming_damage(directory: epath.Path) -> Iterator[None]:
         yield
     except Exception as error:
         work_abandoned()
-        broken = damage(directory)
+        broken = arrays_damage(directory)
         if not broken:
             raise
         raise DamagedCheckpoint(directory.parent, broken) from error

@@ -12,7 +12,7 @@ from ._manifest import FILES, SAVE
 from ._pruning import COMMITTED
 from ._side_files import FOLDER, files_damage
 from ._step import ARRAYS, MANIFEST, MANIFEST_FILE, check_files, read_manifest
-from ._sums import damage
+from ._sums import arrays_damage
 
 # orbax's files that describe the arrays and the step.
 _METADATA, _STEP_METADATA = "_METADATA", "_CHECKPOINT_METADATA"
@@ -32,7 +32,7 @@ def step_damage(path: Any) -> list[str]:
     """
     if strange := strange_files(path):
         return strange  # these must not be opened
-    lines = damage(path / ARRAYS)
+    lines = arrays_damage(path / ARRAYS)
     intact = not lines
     try:
         content = read_manifest(path)

@@ -13,7 +13,7 @@ from messages import naming
 
 import gtp_jax as gtp
 from gtp_jax.checkpoint import Checkpoints, _checkpoints
-from gtp_jax.checkpoint._pruning import Pruning, nothing_guards
+from gtp_jax.checkpoint._pruning import Pruning
 
 
 @pytest.mark.parametrize(("keep", "left"), [(3, [3, 4, 5]), (None, [1, 2, 3, 4, 5])])
@@ -134,7 +134,7 @@ def test_a_step_is_never_pruned_before_a_later_one_counts(tmp_path, plain):
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, state)
         checkpoints.save(2, state)
-    pruning = Pruning(str(tmp_path), nothing_guards)
+    pruning = Pruning(str(tmp_path), lambda: None)
     pruning.delete_steps([1, 2])
     assert checkpoints.steps() == [2]
 
