@@ -29,11 +29,11 @@ from flax import nnx
 import gtp_jax as gtp
 from gtp_jax import inspect as seen
 from gtp_jax import native
-from gtp_jax.ops import _grouped_native as of_values
-from gtp_jax.ops import _grouped_triton as triton
 from gtp_jax.ops import grouped_fp8, power_of_two_amax
-from gtp_jax.ops._quantize_fused import amax_fused, quantize_fused
-from gtp_jax.ops._tiles import cut_into_tiles
+from gtp_jax.ops._grouped import _hopper as of_values
+from gtp_jax.ops._grouped import _triton as triton
+from gtp_jax.ops._grouped._tiles import cut_into_tiles
+from gtp_jax.ops._quantize import amax_fused, quantize_fused
 
 TOKENS, SEQUENCE = 16384, 4096
 SHAPES = {

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Float
 
 from ..formats import Format, Operands, QuantizedArray
-from ._amax import multi_amax, power_of_two_amax
-from ._quantize import dequantize, quantize
+from ._quantize import dequantize, multi_amax, power_of_two_amax, quantize
 from ._save import save_for_backward
 
 

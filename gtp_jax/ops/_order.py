@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..formats import QuantizedArray
-from ._blocked import RUN
+from ._quantize import RUN
 
 
 class Order(NamedTuple):

@@ -8,7 +8,8 @@ from messages import naming
 from selection import every, others_full, pairwise
 
 import gtp_jax as gtp
-from gtp_jax.ops import _attention, _attention_blocks, attention, cudnn_lacks, rope
+from gtp_jax.ops import attention, cudnn_lacks, rope
+from gtp_jax.ops._attention import _attention, _blocks
 
 from .one_by_one import one_by_one
 
@@ -76,7 +77,7 @@ def test_output_and_gradients_are_those_of_one_query_at_a_time(name, kv_heads, x
     def in_blocks(*given, **options):
         with monkeypatch.context() as patch:
             patch.setattr(_attention, "MOST_SCORES", 0)
-            patch.setattr(_attention_blocks, "_LARGEST", 3)
+            patch.setattr(_blocks, "_LARGEST", 3)
             return attention(*given, **options)
 
     @jax.jit

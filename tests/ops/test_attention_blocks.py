@@ -15,7 +15,7 @@ import gtp_jax as gtp
 from gtp_jax import hlo
 from gtp_jax.chain._policy import with_remat
 from gtp_jax.ops import attention, attention_backward, attention_with_lse
-from gtp_jax.ops._attention_blocks import Dropout, Rule, forward_in_blocks
+from gtp_jax.ops._attention._blocks import Dropout, Rule, forward_in_blocks
 
 from ..hlo.programs import needs_target
 from .one_by_one import one_by_one

@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 from messages import naming
 from selection import others_full, pairwise
 
-from gtp_jax.ops import _cudnn_calls, attention, attention_fp8
+from gtp_jax.ops import attention, attention_fp8
+from gtp_jax.ops._attention import _cudnn_calls
 
 from ..hlo.programs import array, h200_mesh, needs_target
 from .test_packed_attention import calls

@@ -10,8 +10,6 @@ import pytest
 import gtp_jax as gtp
 from gtp_jax.formats import FP8_E4M3
 from gtp_jax.ops import (
-    _attention,
-    _packed,
     attention,
     attention_backward,
     attention_fp8,
@@ -20,6 +18,7 @@ from gtp_jax.ops import (
     packed_lacks,
     power_of_two_amax,
 )
+from gtp_jax.ops._attention import _attention, _packed
 
 pytestmark = pytest.mark.gpu
 

@@ -15,7 +15,7 @@ from gtp_jax import native
 from gtp_jax.formats import FP8_E4M3, FP8_E5M2, QuantizedArray
 from gtp_jax.mesh import platform
 from gtp_jax.ops import SlottedWeight, grouped_fp8, multi_amax, power_of_two_amax, sum_of_places
-from gtp_jax.ops._quantize_fused import amax_fused, quantize_fused
+from gtp_jax.ops._quantize import amax_fused, quantize_fused
 
 from ..hlo.programs import array, h200_mesh, needs_target
 from .experts import window_and_sizes

@@ -8,10 +8,10 @@ from jax.sharding import PartitionSpec as P
 from messages import naming
 from selection import others_full
 
-from gtp_jax.ops import _grouped_blocked as blocked
-from gtp_jax.ops import _grouped_native as on_gpus
-from gtp_jax.ops import _grouped_triton as triton
 from gtp_jax.ops import grouped_matmul
+from gtp_jax.ops._grouped import _hopper as on_gpus
+from gtp_jax.ops._grouped import _triton as triton
+from gtp_jax.ops._grouped import _xla as blocked
 
 from ..hlo.programs import array, grouped_kernels, h200_mesh, needs_target
 from .experts import groups_of

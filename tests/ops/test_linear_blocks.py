@@ -27,7 +27,7 @@ every_recipe = pytest.mark.parametrize("name", OPERANDS)
 @pytest.fixture
 def block_scales(monkeypatch):
     """Has the platform pass for one with block scales; XLA writes the products of codes and scales out elsewhere."""
-    monkeypatch.setattr("gtp_jax.ops._linear_blocks.supports_block_scaled_matmul", lambda: True)
+    monkeypatch.setattr("gtp_jax.ops._linear._blocks.supports_block_scaled_matmul", lambda: True)
 
 
 def travelled(w, form):

@@ -17,7 +17,8 @@ from selection import every, others_full
 import gtp_jax as gtp
 from gtp_jax import hlo
 from gtp_jax.chain._policy import with_remat
-from gtp_jax.ops import _cudnn_calls, _packed, attention, attention_backward, attention_with_lse, packed_lacks
+from gtp_jax.ops import attention, attention_backward, attention_with_lse, packed_lacks
+from gtp_jax.ops._attention import _cudnn_calls, _packed
 
 from ..hlo.programs import array, needs_target
 from . import cudnn_by_hand

@@ -7,7 +7,7 @@ import pytest
 from selection import pairwise
 
 from gtp_jax import native
-from gtp_jax.ops._take import take
+from gtp_jax.ops._grouped._take import take
 
 
 def given(dtype, rows, features, places):

@@ -21,7 +21,7 @@ enum : int { kComputeFloat = 68, kFloat = 0, kBFloat16 = 14, kE4M3 = 28, kTransp
 enum Attribute : int { kTransA = 3, kPointerA = 17, kPointerB = 18, kModeA = 31, kModeB = 32 };
 enum : int { kRuns = 4, kTiles = 5 };         // VEC128_32F and BLK128x128_32F
 constexpr int kWorkspaceBytes = 1;            // a preference
-constexpr size_t kFirstWithBlocks = 120900;   // the version of CUDA 12.9, as in gtp_jax/ops/_blocked.py
+constexpr size_t kFirstWithBlocks = 120900;   // the version of CUDA 12.9, as in gtp_jax/ops/_quantize/_blocked.py
 struct Algorithm {
   uint64_t data[8];
 };

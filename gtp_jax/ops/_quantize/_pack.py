@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Float32, UInt8
 
-from ..formats import Format, PackPlan
+from ...formats import Format, PackPlan
+from .._implementation import Implementation, call
 from ._checks import as_values, check_dtype, check_format
-from ._implementation import Implementation, call
 
 
 def pack(

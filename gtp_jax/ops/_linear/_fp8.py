@@ -10,12 +10,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Float
 
-from ..formats import FP8_E4M3, Format, QuantizedArray
-from ._amax import multi_amax, power_of_two_amax
-from ._operand import operand_amax, quantizable, rows_of, tensor_unit
-from ._quantize import quantize
-from ._save import save_for_backward
-from ._slot import SlottedWeight, depends_on, refuse_second_derivative
+from ...formats import FP8_E4M3, Format, QuantizedArray
+from .._operand import operand_amax, quantizable, rows_of, tensor_unit
+from .._quantize import multi_amax, power_of_two_amax, quantize
+from .._save import save_for_backward
+from .._slot import SlottedWeight, depends_on, refuse_second_derivative
 
 _DTYPES = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
 

@@ -8,15 +8,13 @@ import jax
 from jax import lax
 from jaxtyping import Float
 
-from ..formats import Format, QuantizedArray
-from ..mesh import platform
-from ._amax import multi_amax
+from ...formats import Format, QuantizedArray
+from ...mesh import platform
+from .._operand import operand_amax, quantizable
+from .._quantize import amax_fused, multi_amax, quantize, quantize_fused
+from .._save import save_routing
+from .._slot import SlottedRows
 from ._expand import Window
-from ._operand import operand_amax, quantizable
-from ._quantize import quantize
-from ._quantize_fused import amax_fused, quantize_fused
-from ._save import save_routing
-from ._slot import SlottedRows
 from ._take import take
 
 

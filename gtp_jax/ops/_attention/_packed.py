@@ -22,12 +22,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from ..mesh import supports_packed_attention
+from ...mesh import supports_packed_attention
+from .._save import save_attention
 from . import _cudnn_calls as cudnn
-from ._attention_blocks import MOST_MASKED, Rule, backward_in_blocks, forward_in_blocks
+from ._blocks import MOST_MASKED, Rule, backward_in_blocks, forward_in_blocks
 from ._cudnn_calls import Options, Ragged
 from ._masks import allowed_by, both, in_order
-from ._save import save_attention
 
 SHORTEST = 1024  # the fewest tokens per row for which choosing pays off, as the host must wait for the device
 _SHARE = 4  # documents that a call has room for, per `Call.length` tokens of the batch

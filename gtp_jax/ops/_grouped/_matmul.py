@@ -16,13 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int32
 
-from ..mesh import platform
-from . import _grouped_blocked as blocked
-from . import _grouped_native as on_gpus
-from ._as_one import as_one
-from ._implementation import Implementation, runs_native
-from ._save import save_for_backward
-from ._slot import SlottedWeight, values_and_slot
+from ...mesh import platform
+from .._as_one import as_one
+from .._implementation import Implementation, runs_native
+from .._save import save_for_backward
+from .._slot import SlottedWeight, values_and_slot
+from . import _hopper as on_gpus
+from . import _xla as blocked
 
 
 def grouped_matmul(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from .. import native
-from ..formats import FP8_BLOCKS, FP8_BLOCKS_1D, QuantizedArray
-from ._grouped_native import TILE, along_out, reads_kernels
-from ._operand import values_of
-from ._order import Order, padded_shape
+from ... import native
+from ...formats import FP8_BLOCKS, FP8_BLOCKS_1D, QuantizedArray
+from .._operand import values_of
+from .._order import Order, padded_shape
+from ._hopper import TILE, along_out, reads_kernels
 from ._tiles import cut_into_tiles
 
 # [Note: tiles of experts]

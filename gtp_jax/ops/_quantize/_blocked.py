@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Float
 
-from .. import native
-from ..formats import FP8_BLOCKS, FP8_BLOCKS_1D, Format, QuantizedArray
-from ..mesh import platform, supports_grouped_matmul
-from . import reference
-from ._implementation import (
+from ... import native
+from ...formats import FP8_BLOCKS, FP8_BLOCKS_1D, Format, QuantizedArray
+from ...mesh import platform, supports_grouped_matmul
+from .. import reference
+from .._implementation import (
     Implementation,
     check_replication_is_unchecked,
     missing_kernel,

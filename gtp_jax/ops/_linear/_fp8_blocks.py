@@ -10,12 +10,12 @@ import numpy as np
 from jax import lax
 from jaxtyping import Float
 
-from ..formats import FP8_BLOCKS, FP8_BLOCKS_1D, QuantizedArray
-from ._blocked import blocked_product, quantize_blocked, transposed
-from ._implementation import Implementation
-from ._operand import quantizable, rows_of
-from ._order import Order, by_kernels, by_parts, in_whole_tiles
-from ._slot import SlottedWeight, refuse_second_derivative
+from ...formats import FP8_BLOCKS, FP8_BLOCKS_1D, QuantizedArray
+from .._implementation import Implementation
+from .._operand import quantizable, rows_of
+from .._order import Order, by_kernels, by_parts, in_whole_tiles
+from .._quantize import blocked_product, quantize_blocked, transposed
+from .._slot import SlottedWeight, refuse_second_derivative
 
 
 def linear_fp8_blocks(

@@ -11,18 +11,17 @@ import numpy as np
 from jax import lax
 from jaxtyping import Float, Int32
 
-from .. import native
-from ..formats import FP8_E4M3, Format, QuantizedArray
-from ._amax import multi_amax, power_of_two_amax
+from ... import native
+from ...formats import FP8_E4M3, Format, QuantizedArray
+from .._implementation import Implementation
+from .._operand import quantizable, tensor_unit, values_of
+from .._quantize import multi_amax, power_of_two_amax, quantize
+from .._save import save_for_backward
+from .._slot import SlottedRows, SlottedWeight, depends_on, refuse_second_derivative
 from ._expand import Window, add_up
-from ._grouped_matmul import check_grouped, kernels_of
-from ._grouped_native import TILE, along_out, reads_kernels
-from ._implementation import Implementation
-from ._operand import quantizable, tensor_unit, values_of
-from ._quantize import quantize
+from ._hopper import TILE, along_out, reads_kernels
+from ._matmul import check_grouped, kernels_of
 from ._row_codes import amax_of_rows, at_places, rounded_rows
-from ._save import save_for_backward
-from ._slot import SlottedRows, SlottedWeight, depends_on, refuse_second_derivative
 from ._tiles import cut_into_tiles
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import jax
 
+from .._implementation import Implementation, runs_native
 from . import _cudnn_calls as cudnn
 from ._attention import check_shapes, cudnn_lacks
-from ._attention_blocks import Rule, backward_in_blocks, forward_in_blocks
+from ._blocks import Rule, backward_in_blocks, forward_in_blocks
 from ._cudnn_calls import Options
-from ._implementation import Implementation, runs_native
 from ._packed import joining_batches, sharded_by_xla
 
 

@@ -10,18 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int32, UInt32
 
-from ..formats import FP8_BLOCKS, Format, Operands, QuantizedArray
-from . import _grouped_tiles as tiled
-from ._amax import hadamard_amax, multi_amax
+from ...formats import FP8_BLOCKS, Format, Operands, QuantizedArray
+from .._implementation import Implementation
+from .._operand import operand_amax, quantizable, rounded_weight, values_of
+from .._order import Order, by_kernels, by_parts, in_whole_tiles, padded_shape
+from .._quantize import hadamard_amax, multi_amax, quantize
+from .._save import save_for_backward
+from .._slot import SlottedRows, SlottedWeight, refuse_second_derivative, values_and_slot
+from . import _hopper_tiles as tiled
 from ._expand import Window, add_up, expand
-from ._grouped_matmul import check_grouped, kernels_of
-from ._implementation import Implementation
-from ._operand import operand_amax, quantizable, rounded_weight, values_of
-from ._order import Order, by_kernels, by_parts, in_whole_tiles, padded_shape
-from ._quantize import quantize
+from ._matmul import check_grouped, kernels_of
 from ._row_codes import at_places, rows_in_codes
-from ._save import save_for_backward
-from ._slot import SlottedRows, SlottedWeight, refuse_second_derivative, values_and_slot
 from ._tiles import in_whole_blocks
 
 

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from ..mesh import largest_attention_head, platform
-from ._attention_blocks import MOST_MASKED, MOST_SCORES, Dropout, Rule, forward_in_blocks
-from ._implementation import Implementation, runs_native
+from ...mesh import largest_attention_head, platform
+from .._implementation import Implementation, runs_native
+from .._one_row import is_one_row, one_row_einsum
+from ._blocks import MOST_MASKED, MOST_SCORES, Dropout, Rule, forward_in_blocks
 from ._masks import allowed_by, both, by_group, in_order
-from ._one_row import is_one_row, one_row_einsum
 from ._packed import packed_attention, packed_lacks
 
 

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Key, UInt32
 
-from .._random_keys import is_key, key_words
-from ..formats import FP8_BLOCKS, FP8_BLOCKS_1D, NVFP4, NVFP4_1D, RUN, Format, QuantizedArray, validate
+from ..._random_keys import is_key, key_words
+from ...formats import FP8_BLOCKS, FP8_BLOCKS_1D, NVFP4, NVFP4_1D, RUN, Format, QuantizedArray, validate
+from .._implementation import Implementation, call
 from ._blocked import dequantize_blocked, quantize_blocked
 from ._checks import as_amax, as_matrix, check_dtype, check_format
-from ._implementation import Implementation, call
 
 _AXES = ("row", "column", "both")
 _Amax = jax.typing.ArrayLike | Sequence[jax.typing.ArrayLike | None] | None

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Float
 
-from ..formats import Format, QuantizedArray
-from .reference._minifloat import NAN_CODE
+from ...formats import Format, QuantizedArray
+from ..reference._minifloat import NAN_CODE
 
 _DTYPES = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
 

@@ -9,21 +9,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float
 
-from ..formats import FP8_E4M3, QuantizedArray
-from ..mesh import supports_packed_attention
+from ...formats import FP8_E4M3, QuantizedArray
+from ...mesh import supports_packed_attention
+from .._implementation import Implementation, runs_native
+from .._linear import fp8_values
+from .._operand import quantizable, tensor_unit
+from .._quantize import multi_amax, power_of_two_amax, quantize, quantize_fused
+from .._save import save_attention, save_for_backward
+from .._slot import refuse_second_derivative
 from . import _cudnn_calls as cudnn
-from ._amax import multi_amax, power_of_two_amax
 from ._attention import check_shapes, cudnn_lacks
 from ._cudnn_calls import Options
-from ._implementation import Implementation, runs_native
-from ._linear_fp8 import fp8_values
 from ._masks import in_order
-from ._operand import quantizable, tensor_unit
 from ._packed import joining_batches, sharded_by_xla
-from ._quantize import quantize
-from ._quantize_fused import quantize_fused
-from ._save import save_attention, save_for_backward
-from ._slot import refuse_second_derivative
 
 # The factor of the weights of the softmax before they are rounded. They are at most 1, and E4M3 ends at 448.
 SCALE_OF_WEIGHTS = 256.0

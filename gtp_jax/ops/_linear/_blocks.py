@@ -10,15 +10,14 @@ import numpy as np
 from jax import lax
 from jaxtyping import Float, UInt32
 
-from ..formats import Format, Operands, QuantizedArray
-from ..mesh import supports_block_scaled_matmul
-from ._amax import hadamard_amax, multi_amax
-from ._implementation import Implementation, runs_native
-from ._operand import operand_amax, rounded_weight, rows_of, values_of
-from ._quantize import quantize
-from ._save import save_for_backward
+from ...formats import Format, Operands, QuantizedArray
+from ...mesh import supports_block_scaled_matmul
+from .._implementation import Implementation, runs_native
+from .._operand import operand_amax, rounded_weight, rows_of, values_of
+from .._quantize import hadamard_amax, multi_amax, quantize
+from .._save import save_for_backward
+from .._slot import SlottedWeight, refuse_second_derivative, values_and_slot
 from ._scaled import fits, scaled_product
-from ._slot import SlottedWeight, refuse_second_derivative, values_and_slot
 
 
 def linear_blocks(

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Float32
 
-from ..formats import QuantizedArray
-from ._operand import tensor_unit
+from ...formats import QuantizedArray
+from .._operand import tensor_unit
 
 _DTYPES: dict[str | None, Any] = {
     "e2m1": jnp.float4_e2m1fn,

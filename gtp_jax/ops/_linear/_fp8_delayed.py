@@ -10,13 +10,12 @@ import numpy as np
 from jax import lax
 from jaxtyping import Float, Float32
 
-from ..formats import FP8_E4M3, Format, QuantizedArray
-from ..mesh import supports_fp8_matmul
-from ._amax import multi_amax
-from ._linear_fp8 import fp8_product, fp8_transposed, fp8_values
-from ._operand import rows_of, tensor_unit
-from ._quantize import quantize
-from ._slot import SlottedWeight, refuse_second_derivative
+from ...formats import FP8_E4M3, Format, QuantizedArray
+from ...mesh import supports_fp8_matmul
+from .._operand import rows_of, tensor_unit
+from .._quantize import multi_amax, quantize
+from .._slot import SlottedWeight, refuse_second_derivative
+from ._fp8 import fp8_product, fp8_transposed, fp8_values
 
 # XLA makes calls of cuBLASLt from all products whose dimensions are at least this large. It may compute smaller ones by
 # kernels of its own (`xla_gpu_gemm_rewrite_size_threshold`).

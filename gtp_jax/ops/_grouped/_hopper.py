@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import native
-from ..mesh import supports_grouped_matmul
+from ... import native
+from ...mesh import supports_grouped_matmul
 from ._tiles import cut_into_tiles
 
 # The number of rows of a tile of the CUDA kernels.
@@ -58,6 +58,6 @@ def along_out(codes: jax.Array) -> jax.Array:
 
 
 def _triton() -> types.ModuleType:
-    from . import _grouped_triton  # Pallas takes a second to import, and few GPUs need it
+    from . import _triton  # Pallas takes a second to import, and few GPUs need it
 
-    return _grouped_triton
+    return _triton

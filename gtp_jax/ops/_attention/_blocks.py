@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ._as_one import as_one
+from .._as_one import as_one
+from .._save import save_attention
 from ._masks import allowed_by, both, by_group, in_order
-from ._save import save_attention
 
 # The most queries x keys for which attention is not computed in blocks: if every head has an array of scores; and if
 # cuDNN reads a mask that this library makes, which all heads share.

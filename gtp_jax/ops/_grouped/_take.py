@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Int32, Shaped
 
-from .. import native
-from ..mesh import platform, runs_kernels
+from ... import native
+from ...mesh import platform, runs_kernels
 
 _BYTES = 16  # the number of bytes that the kernel for GPUs copies at once
 

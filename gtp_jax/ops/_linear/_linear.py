@@ -11,8 +11,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Float
 
-from ._one_row import is_one_row, one_row_einsum
-from ._slot import SlottedWeight, values_and_slot
+from .._one_row import is_one_row, one_row_einsum
+from .._slot import SlottedWeight, values_and_slot
 
 
 def linear(

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import BFloat16, Float, Float32
 
-from ..formats import Format
+from ...formats import Format
+from .._implementation import Implementation, call
+from ..reference import hadamard as _transform
 from ._checks import as_matrix, as_values
-from ._implementation import Implementation, call
-from .reference import hadamard as _transform
 
 
 def multi_amax(
