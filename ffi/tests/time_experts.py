@@ -30,8 +30,8 @@ import gtp_jax as gtp
 from gtp_jax import inspect as seen
 from gtp_jax import native
 from gtp_jax.ops import grouped_fp8, power_of_two_amax
-from gtp_jax.ops._grouped import _hopper as of_values
-from gtp_jax.ops._grouped import _triton as triton
+from gtp_jax.ops._grouped._hopper import HOPPER, along_out
+from gtp_jax.ops._grouped._pallas import PALLAS
 from gtp_jax.ops._grouped._tiles import cut_into_tiles
 from gtp_jax.ops._quantize import amax_fused, quantize_fused
 
@@ -184,21 +184,21 @@ def time_layer(
         "product fp8, 4 shards": jax.jit(
             lambda a, b: native.grouped_product(a, b, scales, *tiles, **kinds, dtype=jnp.bfloat16)
         ),
-        "product pallas": jax.jit(lambda a, b: triton.product(a, b[None], sizes, transposed=True)),
-        "product cuda": jax.jit(lambda a, b: of_values.product(a, b[None], sizes, transposed=True)),
-        "product cuda, 4 shards": jax.jit(lambda a, b: of_values.product(a, b, sizes, transposed=True)),
-        "backward pallas": jax.jit(lambda a, b: triton.product(a, b[None], sizes, transposed=False)),
-        "backward cuda": jax.jit(lambda a, b: of_values.product(a, b[None], sizes, transposed=False)),
-        "outer cuda": jax.jit(lambda a, b: of_values.outer(a, b, sizes, shards=1, dtype=jnp.dtype(jnp.bfloat16))),
-        "outer cuda f32": jax.jit(lambda a, b: of_values.outer(a, b, sizes, shards=1, dtype=jnp.dtype(jnp.float32))),
-        "outer pallas bf16": jax.jit(lambda a, b: triton.outer(a, b, sizes, shards=1, dtype=jnp.dtype(jnp.bfloat16))),
+        "product pallas": jax.jit(lambda a, b: PALLAS.product(a, b[None], sizes, dtype=a.dtype, transposed=True)),
+        "product cuda": jax.jit(lambda a, b: HOPPER.product(a, b[None], sizes, dtype=a.dtype, transposed=True)),
+        "product cuda, 4 shards": jax.jit(lambda a, b: HOPPER.product(a, b, sizes, dtype=a.dtype, transposed=True)),
+        "backward pallas": jax.jit(lambda a, b: PALLAS.product(a, b[None], sizes, dtype=a.dtype, transposed=False)),
+        "backward cuda": jax.jit(lambda a, b: HOPPER.product(a, b[None], sizes, dtype=a.dtype, transposed=False)),
+        "outer cuda": jax.jit(lambda a, b: HOPPER.outer(a, b, sizes, shards=1, dtype=jnp.dtype(jnp.bfloat16))),
+        "outer cuda f32": jax.jit(lambda a, b: HOPPER.outer(a, b, sizes, shards=1, dtype=jnp.dtype(jnp.float32))),
+        "outer pallas bf16": jax.jit(lambda a, b: PALLAS.outer(a, b, sizes, shards=1, dtype=jnp.dtype(jnp.bfloat16))),
         "take": jax.jit(lambda a, b: native.take(a, b)),
         "take by XLA": jax.jit(lambda a, b: a[b]),
         "outer fp8": jax.jit(
             lambda a, b: native.grouped_outer(a, b, scales, stops - blocks, stops, shards=1, **kinds, dtype=jnp.float32)
         ),
-        "outer pallas": jax.jit(lambda a, b: triton.outer(a, b, sizes, shards=1, dtype=jnp.dtype(jnp.float32))),
-        "transpose of kernels": jax.jit(lambda a, b: of_values.along_out(b[None])),
+        "outer pallas": jax.jit(lambda a, b: PALLAS.outer(a, b, sizes, shards=1, dtype=jnp.dtype(jnp.float32))),
+        "transpose of kernels": jax.jit(lambda a, b: along_out(b[None])),
         "the same by XLA": jax.jit(lambda a, b: jnp.swapaxes(b, 1, 2)),
         "transpose of rows": jax.jit(lambda a, b: native.transpose(a, tiles.start, tiles.stop, matrices=1)),
         "quantize, amax fused": jax.jit(fused_codes),

@@ -8,7 +8,8 @@ their inverses are equal bit for bit in both implementations; products and atten
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Protocol
 
 import jax
 
@@ -21,6 +22,39 @@ Implementation = Literal["reference", "native"]
 
 # The names of a platform in `lax.platform_dependent`, in the FFI registry, and in `gtp_jax.mesh.platform`.
 _PLATFORMS = (("cpu", "cpu", "cpu"), ("cuda", "CUDA", "gpu"))
+
+
+class Row(Protocol):
+    """A row of a table of the implementations of an operation, which are called in the same way.
+
+    Attributes:
+        native: whether it is a native kernel, rather than a reference.
+        lacks: returns why it does not compute what is asked for; an empty string if it does.
+    """
+
+    @property
+    def native(self) -> bool: ...
+    @property
+    def lacks(self) -> Callable[..., str]: ...
+
+
+def choose[R: Row](operation: str, implementation: Implementation | None, table: Sequence[R], asked: Any) -> R:
+    """Returns the first row of a table that computes what is asked for.
+
+    Args:
+        operation: the name of the operation, for messages.
+        implementation: the implementation that the caller asks for; `None` uses a native kernel if there is one.
+        table: the implementations. The last native one is the one that takes the most, so a message says what it lacks;
+            the last reference lacks nothing.
+        asked: what `lacks` of every row takes.
+
+    Raises:
+        ValueError, NotImplementedError: as in `runs_native`.
+    """
+    reasons = [row.lacks(asked) for row in table]
+    of_natives = [reason for row, reason in zip(table, reasons, strict=True) if row.native]
+    native = runs_native(operation, implementation, "" if "" in of_natives else of_natives[-1])
+    return next(row for row, reason in zip(table, reasons, strict=True) if row.native == native and not reason)
 
 
 def runs_native(operation: str, implementation: Implementation | None, missing: str) -> bool:

@@ -84,6 +84,12 @@ MUTANTS = (
         ("tests/ops/test_linear_fp8_blocks.py::test_kernels_that_share_codes_have_tiles_and_features_of_their_own",),
     ),
     Mutant(
+        "kernels for all GPUs multiply where those for Hopper could",
+        "TABLE = (HOPPER_TILES, HOPPER_FP8, HOPPER, PALLAS, XLA)",
+        "TABLE = (HOPPER_TILES, HOPPER_FP8, PALLAS, HOPPER, XLA)",
+        ("tests/ops/test_grouped_matmul.py::test_the_first_implementation_that_takes_a_problem_is_picked",),
+    ),
+    Mutant(
         "a user's wire with another format is dropped in a Stack",
         "if wire.format != form:",
         "if False:",

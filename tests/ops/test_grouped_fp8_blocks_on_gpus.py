@@ -8,7 +8,7 @@ import pytest
 from gtp_jax import native
 from gtp_jax.formats import FP8_BLOCKS, FP8_BLOCKS_1D, QuantizedArray
 from gtp_jax.ops import Order, SlottedWeight, grouped_quantized, sum_of_places
-from gtp_jax.ops._grouped import _hopper_tiles as tiled
+from gtp_jax.ops._grouped._hopper_tiles import HOPPER_TILES
 
 from .experts import KEY, OPERANDS, ROW, TILE, groups_of, window_and_sizes
 from .oracle import dequantize_blocked, quantize_blocked, rounded_blocked
@@ -77,8 +77,8 @@ def test_rows_times_their_expert_s_kernel_and_its_transpose(out, features, shard
     tokens = sum(sizes) + 5
     kernels, w = in_tiles(numbers(len(sizes), out, features), shards)
     given, tolerance = jnp.asarray(sizes, jnp.int32), ERROR if dtype == "float32" else ERROR_IN_BFLOAT16
-    run = jax.jit(lambda q, kernels: tiled.product(q, kernels, given, dtype))
-    turned = jax.jit(lambda q, kernels: tiled.product(q, tiled.transposed_tiles(kernels), given, dtype))
+    run = jax.jit(lambda q, w: HOPPER_TILES.product(q, w, given, dtype=dtype, transposed=True))
+    turned = jax.jit(lambda q, w: HOPPER_TILES.product(q, w, given, dtype=dtype, transposed=False))
     for call, width, matrix in ((run, features, w), (turned, out, w.swapaxes(1, 2))):
         q, x = in_runs(numbers(tokens, width))
         y = call(q, kernels)
@@ -95,7 +95,7 @@ def test_sums_over_each_expert_s_rows(out, features, shards, dtype):
     tokens = 128 * (sum(blocks) + 2)  # the last belong to no expert
     sizes = jnp.asarray(blocks, jnp.int32) * 128
     (y, left), (x, right) = in_columns(numbers(tokens, out)), in_columns(numbers(tokens, features))
-    found = jax.jit(lambda y, x: tiled.outer(y, x, sizes, shards=shards, dtype=dtype))(y, x)
+    found = jax.jit(lambda y, x: HOPPER_TILES.outer(y, x, sizes, shards=shards, dtype=dtype))(y, x)
     assert found.dtype == dtype and found.shape == (shards, len(blocks), out // shards, features)
     joined = np.moveaxis(np.asarray(found), 0, 1).reshape(len(blocks), out, features)
     for group, mine in enumerate(groups_of(np.asarray(sizes))):
@@ -108,16 +108,17 @@ def test_sums_over_16384_elements_of_one_sign_are_promoted():
     deep, sizes = 16384, [3, 130]
     kernels, w = in_tiles(numbers(2, 256, deep, one_sign=True), 1)
     q, x = in_runs(numbers(sum(sizes), deep, one_sign=True))
-    y = jax.jit(lambda q, w: tiled.product(q, w, jnp.asarray(sizes, jnp.int32), jnp.float32))(q, kernels)
+    given, out = jnp.asarray(sizes, jnp.int32), jnp.float32
+    y = jax.jit(lambda q, w: HOPPER_TILES.product(q, w, given, dtype=out, transposed=True))(q, kernels)
     for group, mine in enumerate(groups_of(sizes)):
         assert_sums(y[mine], x[mine], w[group], ERROR_OF_ONE_SIZE)
     kernels, w = in_tiles(numbers(2, deep, 256, one_sign=True), 2)
-    turned = lambda q, w: tiled.product(q, tiled.transposed_tiles(w), jnp.asarray(sizes, jnp.int32), jnp.float32)  # noqa: E731
+    turned = lambda q, w: HOPPER_TILES.product(q, w, given, dtype=out, transposed=False)  # noqa: E731
     for group, mine in enumerate(groups_of(sizes)):
         assert_sums(jax.jit(turned)(q, kernels)[mine], x[mine], w[group].T, ERROR_OF_ONE_SIZE)
     (y, left), (x, right) = (in_columns(numbers(deep + 128, size, one_sign=True)) for size in (256, 128))
     sizes = jnp.asarray([deep, 0, 128], jnp.int32)
-    found = jax.jit(lambda y, x: tiled.outer(y, x, sizes, shards=1, dtype=jnp.float32))(y, x)
+    found = jax.jit(lambda y, x: HOPPER_TILES.outer(y, x, sizes, shards=1, dtype=jnp.float32))(y, x)
     assert_sums(found[0, 0], left[:, :deep], right[:, :deep], ERROR_OF_ONE_SIZE)
     assert_sums(found[0, 2], left[:, deep:], right[:, deep:], ERROR_OF_ONE_SIZE)
 

@@ -8,17 +8,23 @@ from jax.sharding import PartitionSpec as P
 from messages import naming
 from selection import others_full
 
+from gtp_jax.formats import FP8_BLOCKS, FP8_E4M3
 from gtp_jax.ops import grouped_matmul
-from gtp_jax.ops._grouped import _hopper as on_gpus
 from gtp_jax.ops._grouped import _triton as triton
-from gtp_jax.ops._grouped import _xla as blocked
+from gtp_jax.ops._grouped._contract import Problem
+from gtp_jax.ops._grouped._hopper import HOPPER
+from gtp_jax.ops._grouped._hopper_fp8 import HOPPER_FP8
+from gtp_jax.ops._grouped._hopper_tiles import HOPPER_TILES
+from gtp_jax.ops._grouped._pallas import PALLAS
+from gtp_jax.ops._grouped._table import pick
+from gtp_jax.ops._grouped._xla import XLA
 
 from ..hlo.programs import array, grouped_kernels, h200_mesh, needs_target
 from .experts import groups_of
 
 BLOCK = triton.Block(rows=16, columns=32, depth=16, warps=4, stages=2)
 ON_CPU = {
-    "blocked": (blocked, {}),
+    "xla": (XLA, {}),
     "pallas, interpreted": (triton, dict(block=BLOCK, interpret=True)),
 }
 # rows, in, out, groups, rows that belong to none; blocks of 16, 32 and 16 divide none, or all
@@ -85,8 +91,8 @@ def test_kernels_multiply_each_row_with_its_own_groups_kernel(name, case, shards
     sizes, x, weight, gradient = operands(*case, dtype=np.float32)
     as_gathered = gathered(weight, shards)
     found = (
-        kernels.product(x, as_gathered, sizes, transposed=True, **options),
-        kernels.product(gradient, as_gathered, sizes, transposed=False, **options),
+        kernels.product(x, as_gathered, sizes, dtype=x.dtype, transposed=True, **options),
+        kernels.product(gradient, as_gathered, sizes, dtype=x.dtype, transposed=False, **options),
         joined(kernels.outer(gradient, x, sizes, shards=shards, dtype=x.dtype, **options)),
     )
     assert_close(found, oracle(sizes, x, weight, gradient), 1e-6)
@@ -119,7 +125,7 @@ def test_no_group_sees_what_is_not_finite_in_another():
     last = int(sizes[0]) - 1
     x, gradient = x.at[last].set(np.nan), gradient.at[-1].set(np.inf)  # of group 0, and of none
     for kernels, options in ON_CPU.values():
-        y = kernels.product(x, weight[None], sizes, transposed=True, **options)
+        y = kernels.product(x, weight[None], sizes, dtype=x.dtype, transposed=True, **options)
         to_weight = joined(kernels.outer(gradient, x, sizes, shards=1, dtype=x.dtype, **options))
         assert np.isnan(np.asarray(y)).any(axis=1).nonzero()[0].tolist() == [last]
         assert np.isnan(np.asarray(to_weight)).any(axis=(1, 2)).tolist() == [True, False, False, False]
@@ -137,9 +143,33 @@ def test_no_rows_have_an_empty_product_and_no_gradient():
 @pytest.mark.full
 def test_sizes_beyond_the_rows_are_cut_off():
     _, x, weight, gradient = operands(60, 16, 16, 4, 0, np.float32)
+    sizes = jnp.array([50, 30, 2, 7], jnp.int32)
     for kernels, options in ON_CPU.values():
-        y = kernels.product(x, weight[None], jnp.array([50, 30, 2, 7], jnp.int32), transposed=True, **options)
+        y = kernels.product(x, weight[None], sizes, dtype=x.dtype, transposed=True, **options)
         assert_close([y], oracle([50, 10, 0, 0], x, weight, gradient)[:1], 1e-6)
+
+
+HALF, SINGLE = np.dtype(jnp.bfloat16), np.dtype(np.float32)
+PICKED = [
+    (Problem((2, 8, 64, 128), 100, HALF), HOPPER),
+    (Problem((2, 8, 64, 128), 100, HALF, FP8_E4M3), HOPPER_FP8),
+    (Problem((2, 8, 64, 128), 100, HALF, FP8_BLOCKS), HOPPER_TILES),
+    (Problem((2, 8, 64, 120), 100, HALF, FP8_E4M3), HOPPER),  # 120 codes are no multiple of 16 bytes, 120 values are
+    (Problem((2, 8, 60, 128), 100, HALF, FP8_BLOCKS), PALLAS),  # parts of 60 rows
+    (Problem((2, 8, 64, 128), 100, SINGLE, FP8_E4M3), XLA),
+    (Problem((2, 8, 64, 128), 0, HALF), XLA),
+]
+
+
+@pytest.mark.parametrize("problem, wanted", PICKED)
+def test_the_first_implementation_that_takes_a_problem_is_picked(problem, wanted, monkeypatch):
+    assert pick("grouped_matmul", "reference", problem) is XLA
+    monkeypatch.setattr("gtp_jax.ops._grouped._contract.platform", lambda: "gpu")
+    monkeypatch.setattr("gtp_jax.ops._grouped._hopper.supports_grouped_matmul", lambda: True)
+    monkeypatch.setattr("gtp_jax.native.has", lambda *_: True)
+    assert pick("grouped_matmul", None, problem) is wanted
+    monkeypatch.setattr("gtp_jax.native.has", lambda *_: False)
+    assert pick("grouped_matmul", None, problem) is (PALLAS if wanted is not XLA else XLA)
 
 
 ROWS, FEATURES, OUT, GROUPS = 4096, 1024, 2048, 8
@@ -218,9 +248,10 @@ def test_on_gpus_no_group_sees_what_is_not_finite_in_another(rows, dtype):
     sizes, x, weight, gradient = operands(rows, 64, 128, 4, 4, "bfloat16")
     last = int(sizes[0]) - 1
     x, gradient = x.at[last].set(np.nan), gradient.at[-1].set(np.inf)  # of group 0, and of none
-    y = on_gpus.product(x, weight[None], sizes, transposed=True)
-    to_x = on_gpus.product(gradient, weight[None], sizes, transposed=False)
-    to_weight = joined(on_gpus.outer(gradient, x, sizes, shards=1, dtype=np.dtype(dtype)))
+    run = pick("grouped_matmul", "native", Problem(weight[None].shape, rows, x.dtype))
+    y = run.product(x, weight[None], sizes, dtype=x.dtype, transposed=True)
+    to_x = run.product(gradient, weight[None], sizes, dtype=x.dtype, transposed=False)
+    to_weight = joined(run.outer(gradient, x, sizes, shards=1, dtype=np.dtype(dtype)))
     assert np.isnan(np.asarray(y, np.float32)).any(axis=1).nonzero()[0].tolist() == [last]
     assert np.isfinite(np.asarray(to_x, np.float32)).all()
     assert np.isnan(np.asarray(to_weight, np.float32)).any(axis=(1, 2)).tolist() == [True, False, False, False]
@@ -230,7 +261,8 @@ def test_on_gpus_no_group_sees_what_is_not_finite_in_another(rows, dtype):
 def test_on_gpus_sizes_beyond_the_rows_are_cut_off():
     _, x, weight, gradient = operands(600, 64, 128, 4, 0, "bfloat16")
     sizes = jnp.array([500, 300, 2, 7], jnp.int32)
-    y = on_gpus.product(x, weight[None], sizes, transposed=True)
-    to_weight = joined(on_gpus.outer(gradient, x, sizes, shards=1, dtype=np.dtype(np.float32)))
+    run = pick("grouped_matmul", "native", Problem(weight[None].shape, len(x), x.dtype))
+    y = run.product(x, weight[None], sizes, dtype=x.dtype, transposed=True)
+    to_weight = joined(run.outer(gradient, x, sizes, shards=1, dtype=np.dtype(np.float32)))
     wanted = oracle([500, 100, 0, 0], x, weight, gradient)
     assert_close([y, to_weight], [wanted[0], wanted[2]], 5e-3)

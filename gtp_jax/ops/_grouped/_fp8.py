@@ -14,14 +14,16 @@ from jaxtyping import Float, Int32
 from ... import native
 from ...formats import FP8_E4M3, Format, QuantizedArray
 from .._implementation import Implementation
-from .._operand import quantizable, tensor_unit, values_of
+from .._operand import quantizable, values_of
 from .._quantize import multi_amax, power_of_two_amax, quantize
 from .._save import save_for_backward
 from .._slot import SlottedRows, SlottedWeight, depends_on, refuse_second_derivative
+from ._contract import GroupedMatmul, Problem
 from ._expand import Window, add_up
-from ._hopper import TILE, along_out, reads_kernels
-from ._matmul import check_grouped, kernels_of
+from ._hopper import TILE
+from ._matmul import check_grouped
 from ._row_codes import amax_of_rows, at_places, rounded_rows
+from ._table import pick
 from ._tiles import cut_into_tiles
 
 
@@ -71,23 +73,17 @@ def grouped_fp8(
     if not isinstance(codes, QuantizedArray):
         codes = depends_on(_codes_of(lax.stop_gradient(codes)), slot)
     rows = x.slot if isinstance(x, SlottedRows) else x
-    values = jax.ShapeDtypeStruct(codes.shape, rows.dtype)
-    run_natively = check_grouped("grouped_fp8", rows, values, group_sizes, implementation)
-    fits = run_natively and rows.shape[0] > 0 and multiplies_fp8_groups(codes.shape)
+    check_grouped(rows, codes, group_sizes)
+    run = pick("grouped_fp8", implementation, Problem(codes.shape, rows.shape[0], rows.dtype, FP8_E4M3))
     if isinstance(x, SlottedRows):
         if x.codes.format != FP8_E4M3:
             raise ValueError(f"`x` is codes of {x.codes.format}; this product multiplies codes of {FP8_E4M3}.")
         of_rows = x.codes
     else:
         alone = quantizable(lax.stop_gradient(x))
-        of_rows = depends_on(rounded_rows(alone, FP8_E4M3, amax_of_rows(alone, fits), fits), x)
-    product = _Product(gradients, run_natively, fits, slot.dtype)
+        of_rows = depends_on(_rounded(alone, FP8_E4M3, alone, run), x)
+    product = _Product(gradients, run, slot.dtype)
     return save_for_backward(_grouped(rows, slot, of_rows, codes, group_sizes, (taken, summed), product))
-
-
-def multiplies_fp8_groups(shape: tuple[int, ...]) -> bool:
-    """Returns whether kernels multiply the codes of a weight `(shards, groups, part, features)` directly."""
-    return reads_kernels(shape, jnp.uint8)
 
 
 def _codes_of(weight: jax.Array) -> QuantizedArray:
@@ -108,14 +104,12 @@ class _Product(NamedTuple):
 
     Attributes:
         gradients: the format of incoming gradients.
-        run_natively: whether native kernels multiply values.
-        fits: whether native kernels multiply codes.
+        run: what multiplies codes, or their values.
         dtype: the dtype of the weight's gradient.
     """
 
     gradients: Format
-    run_natively: bool
-    fits: bool
+    run: GroupedMatmul
     dtype: np.dtype
 
 
@@ -142,87 +136,60 @@ def _forward(
     product: _Product,
 ):
     del slot
-    dtype, (taken, summed) = rows.dtype, windows
+    dtype, run, (taken, summed) = rows.dtype, product.run, windows
     now, kernel, _ = refuse_second_derivative("grouped_fp8", (x, weight, rows))
     there = at_places(now, taken)
-    if product.fits:
-        y = _product(there, kernel.codes, _units(kernel), group_sizes, dtype)
-    else:
-        values = values_of(there, dtype), values_of(kernel, dtype)
-        y = kernels_of(product.run_natively).product(*values, group_sizes, transposed=True)
+    operands = run.operand(there, dtype), run.operand(kernel, dtype)
+    y = run.product(*operands, group_sizes, dtype=dtype, transposed=True)
     return y if summed is None else add_up(y, summed), (x, weight, group_sizes, windows)
 
 
 def _backward(product: _Product, saved, gradient: jax.Array):
     x, weight, group_sizes, (taken, summed) = saved
     x, weight, gradient = refuse_second_derivative("grouped_fp8", (x, weight, gradient))
-    dtype = gradient.dtype
+    dtype, run = gradient.dtype, product.run
     rows = quantizable(gradient)
     # for rows without a place, some transports deliver values of another rank
     counted = rows if summed is None else jnp.where(summed.chosen[:, None], rows, 0)
-    codes = rounded_rows(rows, product.gradients, amax_of_rows(counted, product.fits), product.fits)
-    there = at_places(codes, summed)
-    if product.fits:
-        to_x = _product(there, along_out(weight.codes), _units(weight), group_sizes, dtype)
-        to_weight = _outer((codes, summed), (x, taken), group_sizes, weight.shape[0], product.dtype)
+    codes = _rounded(rows, product.gradients, counted, run)
+    there = run.operand(at_places(codes, summed), dtype)
+    if run.codes:
+        to_x = run.product(there, weight, group_sizes, dtype=dtype, transposed=False)
+        left, right, group_sizes = _in_columns((codes, summed), (x, taken), group_sizes)
     else:
-        run = kernels_of(product.run_natively)
-        values, of_x = values_of(there, dtype), values_of(at_places(x, taken), dtype)
-        to_x = run.product(values, values_of(weight, dtype), group_sizes, transposed=False)
-        to_weight = run.outer(values, of_x, group_sizes, shards=weight.shape[0], dtype=product.dtype)
+        left, right = there, values_of(at_places(x, taken), dtype)
+        to_x = run.product(there, values_of(weight, dtype), group_sizes, dtype=dtype, transposed=False)
+    to_weight = run.outer(left, right, group_sizes, dtype=product.dtype, shards=weight.shape[0])
     return to_x if taken is None else add_up(to_x, taken), to_weight, None, None, None, None
 
 
 _grouped.defvjp(_forward, _backward)
 
 
-def _units(weight: QuantizedArray) -> jax.Array:
-    """Returns the factor of each group's codes, `(groups,)`."""
-    return tensor_unit(weight)[0]
+def _rounded(rows: jax.Array, format: Format, counted: jax.Array, run: GroupedMatmul) -> QuantizedArray:
+    """Returns the codes of rows, whose scale is set by the amax of `counted`. If codes are multiplied, they are made by
+    operations that XLA may fuse with those that compute the rows."""
+    fused = run.codes is not None
+    return rounded_rows(rows, format, amax_of_rows(counted, fused), fused)
 
 
-def _product(
-    x: QuantizedArray, kernels: jax.Array, units: jax.Array, group_sizes: jax.Array, dtype: jax.typing.DTypeLike
-) -> jax.Array:
-    """Multiplies each row of `x` by its group's codes `(shards, groups, part, in)`."""
-    tiles = cut_into_tiles(group_sizes, x.codes.shape[0], TILE)
-    scales = units * tensor_unit(x)
-    out = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
-    y = native.grouped_product(x.codes, kernels, scales, *tiles, left_e5m2=_is_e5m2(x), right_e5m2=False, dtype=out)
-    return y.astype(dtype)
-
-
-def _outer(
-    left: _Places, right: _Places, group_sizes: jax.Array, shards: int, dtype: jax.typing.DTypeLike
-) -> jax.Array:
-    """Returns for each group the sum over its places of `y[place] x[place]^T`: `(shards, groups, part, in)`."""
+def _in_columns(
+    left: _Places, right: _Places, group_sizes: jax.Array
+) -> tuple[QuantizedArray, QuantizedArray, jax.Array]:
+    """Returns the codes at all places as `outer` of `GroupedMatmul` takes them, and the sizes of their groups, padding
+    included."""
     (y, at_y), (x, at_x) = left, right
     index = [None if window is None else window.rows for window in (at_y, at_x)]
     count = x.codes.shape[0] if index[1] is None else index[1].shape[0]
     tiles = cut_into_tiles(group_sizes, count, TILE)
     # Every group begins at a multiple of a tile, and is padded with zeros. Rows that belong to no group are left out.
     ends = jnp.where(tiles.group < group_sizes.shape[0], tiles.stop, tiles.start)
-    codes_of_y, codes_of_x = (
+    columns = (
         native.transpose(q.codes, tiles.start, ends, matrices=1, index=rows)[0]
         for q, rows in zip((y, x), index, strict=True)
     )
-    sizes = jnp.bincount(tiles.group, length=group_sizes.shape[0]).astype(jnp.int32) * TILE
-    stops = jnp.cumsum(sizes, dtype=jnp.int32)
-    scales = jnp.broadcast_to(tensor_unit(y) * tensor_unit(x), sizes.shape)
-    out = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
-    found = native.grouped_outer(
-        codes_of_y,
-        codes_of_x,
-        scales,
-        stops - sizes,
-        stops,
-        shards=shards,
-        left_e5m2=_is_e5m2(y),
-        right_e5m2=False,
-        dtype=out,
+    of_y, of_x = (
+        QuantizedArray(codes, None, q.amax, q.format, (codes.shape[1], codes.shape[0]), columns=True)
+        for q, codes in zip((y, x), columns, strict=True)
     )
-    return found.astype(dtype)
-
-
-def _is_e5m2(q: QuantizedArray) -> bool:
-    return q.format.element == "e5m2"
+    return of_y, of_x, jnp.bincount(tiles.group, length=group_sizes.shape[0]).astype(jnp.int32) * TILE

@@ -9,20 +9,19 @@ option for fusions crashes the compiler.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int32
 
-from ...mesh import platform
+from ...formats import QuantizedArray
 from .._as_one import as_one
-from .._implementation import Implementation, runs_native
+from .._implementation import Implementation
 from .._save import save_for_backward
 from .._slot import SlottedWeight, values_and_slot
-from . import _hopper as on_gpus
-from . import _xla as blocked
+from ._contract import GroupedMatmul, Problem
+from ._table import pick
 
 
 def grouped_matmul(
@@ -55,61 +54,49 @@ def grouped_matmul(
         NotImplementedError: if `implementation` is `"native"`, and there are no kernels for these operands.
     """
     values, slot = values_and_slot(weight)
-    native = check_grouped("grouped_matmul", x, values, group_sizes, implementation)
-    return save_for_backward(_grouped_matmul(x, values, slot, group_sizes, native, slot.dtype))
+    check_grouped(x, values, group_sizes)
+    run = pick("grouped_matmul", implementation, Problem(values.shape, x.shape[0], x.dtype))
+    return save_for_backward(_grouped_matmul(x, values, slot, group_sizes, run, slot.dtype))
 
 
-def check_grouped(
-    operation: str,
-    x: jax.Array,
-    weight: jax.Array | jax.ShapeDtypeStruct,
-    group_sizes: jax.Array,
-    implementation: Implementation | None,
-) -> bool:
-    """Checks the operands of a grouped matmul, and returns whether native kernels run it; see `grouped_matmul`."""
-    if x.ndim != 2 or weight.ndim != 4 or weight.shape[3] != x.shape[1]:
+def check_grouped(x: jax.Array, weight: jax.Array | QuantizedArray, group_sizes: jax.Array) -> None:
+    """Checks the operands of a grouped matmul, whose weight may be codes; see `grouped_matmul`."""
+    shape = weight.shape
+    if x.ndim != 2 or len(shape) != 4 or shape[3] != x.shape[1]:
         raise ValueError(
-            f"`x` has shape {x.shape} and `weight` has shape {weight.shape}; they must be (rows, in) and (shards, "
+            f"`x` has shape {x.shape} and `weight` has shape {shape}; they must be (rows, in) and (shards, "
             "groups, part, in)."
         )
-    if group_sizes.shape != weight.shape[1:2]:
+    if group_sizes.shape != shape[1:2]:
         raise ValueError(
-            f"`group_sizes` has shape {group_sizes.shape}, but there are {weight.shape[1]} groups; it must have one "
+            f"`group_sizes` has shape {group_sizes.shape}, but there are {shape[1]} groups; it must have one "
             "number per group. Count with `jnp.bincount(group_of_row, length=groups)`."
         )
     if group_sizes.dtype != jnp.int32:
         raise TypeError(f"`group_sizes` is {group_sizes.dtype}; it must be int32.")
-    if weight.dtype != x.dtype:
+    if not isinstance(weight, QuantizedArray) and weight.dtype != x.dtype:
         raise TypeError(f"`x` is {x.dtype} and `weight` is {weight.dtype}; cast one to the dtype of the other.")
-    fits = platform() == "gpu" and x.dtype in (jnp.bfloat16, jnp.float16)
-    missing = "" if fits else f"the kernels support bfloat16 and float16 on GPUs, and this is {x.dtype}"
-    return runs_native(operation, implementation, missing)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _grouped_matmul(
-    x: jax.Array, weight: jax.Array, slot: jax.Array, group_sizes: jax.Array, native: bool, dtype: np.dtype
+    x: jax.Array, weight: jax.Array, slot: jax.Array, group_sizes: jax.Array, run: GroupedMatmul, dtype: np.dtype
 ) -> jax.Array:
     del slot, dtype
-    return kernels_of(native).product(x, weight, group_sizes, transposed=True)
+    return run.product(x, weight, group_sizes, dtype=x.dtype, transposed=True)
 
 
-def _fwd(x: jax.Array, weight: jax.Array, slot: jax.Array, group_sizes: jax.Array, native: bool, dtype: np.dtype):
+def _fwd(x: jax.Array, weight: jax.Array, slot: jax.Array, group_sizes: jax.Array, run: GroupedMatmul, dtype: np.dtype):
     del slot, dtype
-    product = functools.partial(kernels_of(native).product, transposed=True)
+    product = functools.partial(run.product, dtype=x.dtype, transposed=True)
     return as_one(product, x, weight, group_sizes), (x, weight, group_sizes)
 
 
-def _bwd(native: bool, dtype: np.dtype, saved: tuple[jax.Array, jax.Array, jax.Array], gradient: jax.Array):
+def _bwd(run: GroupedMatmul, dtype: np.dtype, saved: tuple[jax.Array, jax.Array, jax.Array], gradient: jax.Array):
     x, weight, group_sizes = saved
-    to_x = kernels_of(native).product(gradient, weight, group_sizes, transposed=False)
-    to_weight = kernels_of(native).outer(gradient, x, group_sizes, shards=weight.shape[0], dtype=dtype)
+    to_x = run.product(gradient, weight, group_sizes, dtype=x.dtype, transposed=False)
+    to_weight = run.outer(gradient, x, group_sizes, dtype=dtype, shards=weight.shape[0])
     return to_x, None, to_weight, None
 
 
 _grouped_matmul.defvjp(_fwd, _bwd)
-
-
-def kernels_of(native: bool) -> Any:
-    """Returns the module that has `product` and `outer`: the one for GPUs, or the reference."""
-    return on_gpus if native else blocked

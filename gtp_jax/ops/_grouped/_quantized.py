@@ -10,18 +10,23 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int32, UInt32
 
-from ...formats import FP8_BLOCKS, Format, Operands, QuantizedArray
+from ...formats import FP8_BLOCKS, FP8_BLOCKS_1D, Format, Operands, QuantizedArray
 from .._implementation import Implementation
 from .._operand import operand_amax, quantizable, rounded_weight, values_of
 from .._order import Order, by_kernels, by_parts, in_whole_tiles, padded_shape
-from .._quantize import hadamard_amax, multi_amax, quantize
+from .._quantize import RUN, hadamard_amax, multi_amax, quantize
 from .._save import save_for_backward
 from .._slot import SlottedRows, SlottedWeight, refuse_second_derivative, values_and_slot
-from . import _hopper_tiles as tiled
+from ._contract import GroupedMatmul, Problem
 from ._expand import Window, add_up, expand
-from ._matmul import check_grouped, kernels_of
+from ._matmul import check_grouped
 from ._row_codes import at_places, rows_in_codes
+from ._table import pick
 from ._tiles import in_whole_blocks
+
+# [Note: tiles of experts]
+# Expert kernels in tiles have codes `(shards, groups, part, in)`, and scales `(groups, ceil(shards * part / 128),
+# ceil(in / 128))`: tiles begin at every 128th row of a group's kernel, and shards may cut them.
 
 
 def grouped_quantized(
@@ -94,13 +99,14 @@ def grouped_quantized(
         else:
             x, taken = expand(x, taken), None
     rows, codes = (x.slot, x.codes) if isinstance(x, SlottedRows) else (x, None)
-    if isinstance(kernels, QuantizedArray):
-        values = jax.ShapeDtypeStruct(kernels.shape, rows.dtype)
-        codes_fit = rows.shape[0] > 0 and tiled.multiplies_tiles(kernels.shape, order)
-    else:
-        values, codes_fit = kernels, False
-    run_natively = check_grouped("grouped_quantized", rows, values, group_sizes, implementation)
-    product = _Product(operands, run_natively, run_natively and codes_fit, slot.shape[0], slot.dtype, order)
+    check_grouped(rows, kernels, group_sizes)
+    form = kernels.format if isinstance(kernels, QuantizedArray) else None
+    problem = Problem(padded_shape(kernels.shape, order), rows.shape[0], rows.dtype, form)
+    run = pick("grouped_quantized", implementation, problem)
+    # the gradient of values has the features of the slot, without the padding of kernels
+    of_slot = problem._replace(shape=slot.shape, codes=None)
+    wgrad = run if run.codes else pick("grouped_quantized", implementation, of_slot)
+    product = _Product(operands, run, wgrad, slot.shape[0], slot.dtype, order)
     return save_for_backward(_grouped_quantized(rows, codes, kernels, slot, group_sizes, key, taken, product))
 
 
@@ -119,7 +125,7 @@ def _kernels_and_slot(
             f"{FP8_BLOCKS} are multiplied. Pass their values: `gtp_jax.ops.dequantize(codes, dtype)`."
         )
     assert codes.scales is not None
-    found, grid = codes.scales.shape, tiled.grid_of(padded_shape(codes.shape, order))
+    found, grid = codes.scales.shape, _grid_of(padded_shape(codes.shape, order))
     if found != grid:
         raise ValueError(f"`weight` {codes.shape} has scales {found}; those of its tiles are {grid}.")
     return codes, weight.slot
@@ -130,16 +136,16 @@ class _Product(NamedTuple):
 
     Attributes:
         operands: the formats.
-        run_natively: whether native kernels multiply values.
-        fits: whether native kernels multiply codes.
+        run: what computes forward and dgrad.
+        wgrad: what computes wgrad.
         shards: the number of shards of the weight's gradient.
         dtype: the dtype of the weight's gradient.
         order: the order of the features out, as in `grouped_quantized`.
     """
 
     operands: Operands
-    run_natively: bool
-    fits: bool
+    run: GroupedMatmul
+    wgrad: GroupedMatmul
     shards: int
     dtype: np.dtype
     order: Order | None
@@ -194,11 +200,9 @@ def _backward(product: _Product, saved, gradient: jax.Array):
         weight = values_of(columns, dtype) if isinstance(columns, QuantizedArray) else columns
     to_x = _multiplied(along_out, weight, group_sizes, product, dtype, transposed=False)
     x_rows = kept if kept.columns else _along_rows(at_places(kept, taken), group_sizes, dtype)
-    if product.fits:
-        to_weight = tiled.outer(along_rows, x_rows, sizes, shards=product.shards, dtype=product.dtype)
-    else:
-        values, run = (values_of(along_rows, dtype), values_of(x_rows, dtype)), kernels_of(product.run_natively)
-        to_weight = run.outer(*values, sizes, shards=product.shards, dtype=product.dtype)
+    wgrad = product.wgrad
+    sides = wgrad.operand(along_rows, dtype), wgrad.operand(x_rows, dtype)
+    to_weight = wgrad.outer(*sides, sizes, dtype=product.dtype, shards=product.shards)
     return to_x if taken is None else add_up(to_x, taken), None, None, to_weight, None, None, None
 
 
@@ -216,12 +220,11 @@ def _multiplied(
 ) -> jax.Array:
     """Multiplies each row by its group's kernel, or by the kernel's transpose if `transposed`, as in forward. Features
     out are in the order of codes."""
+    run = product.run
     if isinstance(weight, QuantizedArray):
         kernels = in_whole_tiles(weight, product.order)
-        if product.fits:
-            return tiled.product(x, kernels if transposed else tiled.transposed_tiles(kernels), group_sizes, dtype)
-        weight = tiled.values_of_tiles(kernels, dtype)
-    return kernels_of(product.run_natively).product(values_of(x, dtype), weight, group_sizes, transposed=transposed)
+        weight = kernels if run.codes else _values_of_tiles(kernels, dtype)
+    return run.product(run.operand(x, dtype), weight, group_sizes, dtype=dtype, transposed=transposed)
 
 
 def _copies(
@@ -255,3 +258,19 @@ def _along_rows(x: QuantizedArray, group_sizes: jax.Array, dtype: jax.typing.DTy
     assert x.format.block is not None
     apart, _ = in_whole_blocks(quantizable(values_of(x, dtype)), group_sizes, x.format.block[1])
     return quantize(apart, x.format, axis="column")
+
+
+def _grid_of(shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """Returns the shape of the scales of expert kernels `(shards, groups, part, in)`; see [Note: tiles of experts]."""
+    shards, groups, part, features = shape
+    return groups, -(-shards * part // RUN), -(-features // RUN)
+
+
+def _values_of_tiles(kernels: QuantizedArray, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Returns the values of expert kernels in tiles, `(shards, groups, part, in)`; see [Note: tiles of experts]."""
+    assert kernels.scales is not None
+    shards, groups, part, _ = kernels.codes.shape
+    rows = jnp.repeat(kernels.scales, RUN, axis=1)[:, : shards * part]
+    scales = jnp.moveaxis(jnp.reshape(rows, (groups, shards, part, rows.shape[-1])), 1, 0)
+    # each row gets the scales of its tiles, as if they were those of runs in `FP8_BLOCKS_1D`
+    return values_of(QuantizedArray(kernels.codes, scales, None, FP8_BLOCKS_1D, kernels.matrix), dtype)

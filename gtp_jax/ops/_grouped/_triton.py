@@ -37,23 +37,18 @@ _STRETCH = 8
 _FLOPS_PER_NS = 500_000
 
 
-@functools.partial(jax.jit, static_argnames=("transposed", "block", "interpret"))
+@functools.partial(jax.jit, static_argnames=("dtype", "transposed", "block", "interpret"))
 def product(
     x: jax.Array,
     weight: jax.Array,
     group_sizes: jax.Array,
     *,
+    dtype: np.dtype,
     transposed: bool,
     block: Block = Block(),  # noqa: B008  immutable
     interpret: bool = False,
 ) -> jax.Array:
-    """Multiplies each row by its group's kernel, or by the kernel's transpose if `transposed`, as in forward.
-
-    Args:
-        x: `(rows, in)` if `transposed`, otherwise `(rows, shards * part)`, as in backward.
-        weight: `(shards, groups, part, in)`, read as a gather leaves it.
-        group_sizes: int32 `(groups,)`.
-    """
+    """Computes `product` of `GroupedMatmul`."""
     rows, depth = x.shape
     shards, groups, part, features = weight.shape
     columns = shards * part if transposed else features
@@ -94,21 +89,21 @@ def product(
             write(jnp.zeros((block.rows, block.columns), jnp.float32))  # rows of no group
 
     flops = 2 * rows * columns * depth
-    return _call(program, (down * across,), (rows, columns), x.dtype, block, flops, interpret)(*tiles, x, weight)
+    return _call(program, (down * across,), (rows, columns), dtype, block, flops, interpret)(*tiles, x, weight)
 
 
-@functools.partial(jax.jit, static_argnames=("shards", "dtype", "block", "interpret"))
+@functools.partial(jax.jit, static_argnames=("dtype", "shards", "block", "interpret"))
 def outer(
     y: jax.Array,
     x: jax.Array,
     group_sizes: jax.Array,
     *,
-    shards: int,
     dtype: np.dtype,
+    shards: int,
     block: Block = Block(),  # noqa: B008  immutable
     interpret: bool = False,
 ) -> jax.Array:
-    """Returns for each group the sum over its rows of `y[row] x[row]^T`: `(shards, groups, part, in)`, in `dtype`."""
+    """Computes `outer` of `GroupedMatmul`."""
     rows, down, across, groups = x.shape[0], y.shape[1], x.shape[1], group_sizes.shape[0]
     ends = jnp.minimum(jnp.cumsum(group_sizes, dtype=jnp.int32), rows)
     starts = jnp.append(jnp.int32(0), ends[:-1])

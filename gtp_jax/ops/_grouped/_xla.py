@@ -6,15 +6,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ._contract import GroupedMatmul
 from ._tiles import Tiles, cut_into_tiles
 
 
-def product(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, transposed: bool) -> jax.Array:
-    """Multiplies each row by its group's kernel `(shards, groups, part, in)`, or by the kernel's transpose if
-    `transposed`, as in forward."""
+def _product(
+    x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, dtype: jax.typing.DTypeLike, transposed: bool
+) -> jax.Array:
     weight = _by_group(weight)
     if not x.shape[0]:
-        return jnp.zeros((0, weight.shape[1 if transposed else 2]), x.dtype)
+        return jnp.zeros((0, weight.shape[1 if transposed else 2]), dtype)
     tiles, rows, valid = _tiles(group_sizes, x.shape[0])
     groups = weight.shape[0]
     contracted = (((1,), (1 if transposed else 0,)), ((), ()))
@@ -22,16 +23,17 @@ def product(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, transpos
     def multiply(tile: tuple[jax.Array, jax.Array]) -> jax.Array:
         group, part = tile
         kernel = lax.dynamic_index_in_dim(weight, jnp.minimum(group, groups - 1), keepdims=False)
-        y = lax.dot_general(part, kernel, contracted, preferred_element_type=_wide(x.dtype)).astype(x.dtype)
+        y = lax.dot_general(part, kernel, contracted, preferred_element_type=_wide(x.dtype)).astype(dtype)
         return jnp.where(group < groups, y, 0)
 
     parts = lax.map(multiply, (tiles.group, x[jnp.minimum(rows, x.shape[0] - 1)]))
     flat = jnp.where(valid, rows, x.shape[0])  # out-of-bounds rows are dropped
-    return jnp.zeros((x.shape[0], parts.shape[-1]), x.dtype).at[flat].set(parts, mode="drop")
+    return jnp.zeros((x.shape[0], parts.shape[-1]), dtype).at[flat].set(parts, mode="drop")
 
 
-def outer(y: jax.Array, x: jax.Array, group_sizes: jax.Array, *, shards: int, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Returns for each group the sum over its rows of `y[row] x[row]^T`: `(shards, groups, part, in)`, in `dtype`."""
+def _outer(
+    y: jax.Array, x: jax.Array, group_sizes: jax.Array, *, dtype: jax.typing.DTypeLike, shards: int
+) -> jax.Array:
     groups, wide = group_sizes.shape[0], _wide(x.dtype)
     zeros = jnp.zeros((groups, y.shape[1], x.shape[1]), wide)
     if not x.shape[0]:
@@ -46,6 +48,9 @@ def outer(y: jax.Array, x: jax.Array, group_sizes: jax.Array, *, shards: int, dt
         return total.at[group].add(part, mode="drop"), None  # out of bounds: rows of no group
 
     return _by_shard(lax.scan(add, zeros, (tiles.group, rows, valid))[0].astype(dtype), shards)
+
+
+XLA = GroupedMatmul(native=False, codes=None, lacks=lambda problem: "", product=_product, outer=_outer)
 
 
 def _by_group(weight: jax.Array) -> jax.Array:
