@@ -18,7 +18,8 @@ from .._quantize import multi_amax, power_of_two_amax, quantize, quantize_fused
 from .._save import save_attention, save_for_backward
 from .._slot import refuse_second_derivative
 from . import _cudnn_calls as cudnn
-from ._attention import check_shapes, cudnn_lacks
+from ._checks import check_shapes
+from ._cudnn import cudnn_lacks
 from ._cudnn_calls import Options
 from ._masks import in_order
 from ._packed import joining_batches, sharded_by_xla

@@ -9,8 +9,9 @@ import jax
 
 from .._implementation import Implementation, runs_native
 from . import _cudnn_calls as cudnn
-from ._attention import check_shapes, cudnn_lacks
 from ._blocks import Rule, backward_in_blocks, forward_in_blocks
+from ._checks import check_shapes
+from ._cudnn import cudnn_lacks
 from ._cudnn_calls import Options
 from ._packed import joining_batches, sharded_by_xla
 
