@@ -13,8 +13,8 @@ MUTANTS = (
     ),
     Mutant(
         "a query that sees no key gets the mean of all values",
-        "unseeing |= window is not None and q.shape[1] >= k.shape[1] + window",
-        "unseeing |= False",
+        "far = self.window is not None and queries >= keys + self.window",
+        "far = False",
         (
             "tests/ops/test_attention.py::test_queries_beyond_the_window_of_all_keys_have_no_output_and_give_no_gradient",
         ),

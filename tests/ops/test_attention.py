@@ -9,7 +9,7 @@ from selection import every, others_full, pairwise
 
 import gtp_jax as gtp
 from gtp_jax.ops import attention, cudnn_lacks, rope
-from gtp_jax.ops._attention import _attention, _blocks
+from gtp_jax.ops._attention import _blocks
 
 from .one_by_one import one_by_one
 
@@ -76,7 +76,7 @@ def test_output_and_gradients_are_those_of_one_query_at_a_time(name, kv_heads, x
 
     def in_blocks(*given, **options):
         with monkeypatch.context() as patch:
-            patch.setattr(_attention, "MOST_SCORES", 0)
+            patch.setattr(_blocks, "MOST_SCORES", 0)
             patch.setattr(_blocks, "_LARGEST", 3)
             return attention(*given, **options)
 

@@ -18,7 +18,7 @@ from gtp_jax.ops import (
     packed_lacks,
     power_of_two_amax,
 )
-from gtp_jax.ops._attention import _attention, _packed
+from gtp_jax.ops._attention import _blocks, _packed
 
 pytestmark = pytest.mark.gpu
 
@@ -128,7 +128,7 @@ def test_blocks_agree_with_the_written_out_form(name, key, monkeypatch):
         return y, *back(of_output)
 
     found = jax.jit(measured)(*given)
-    monkeypatch.setattr(_attention, "MOST_SCORES", 2304**2)
+    monkeypatch.setattr(_blocks, "MOST_SCORES", 2304**2)
     with jax.default_matmul_precision("highest"):
         wanted = jax.jit(lambda *t: measured(*t))(*(x.astype(jnp.float32) for x in given))
     for what, one, other in zip(("output", "q", "k", "v"), found, wanted, strict=True):

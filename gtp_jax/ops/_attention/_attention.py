@@ -3,18 +3,18 @@ if there are too many scores."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
-import jax.numpy as jnp
 
-from .._implementation import Implementation, runs_native
-from ._blocks import MOST_MASKED, MOST_SCORES, Dropout, Rule, forward_in_blocks
+from .._implementation import Implementation, choose
+from ._blocks import IN_BLOCKS
 from ._checks import check_operands, check_places
-from ._cudnn import by_cudnn, cudnn_lacks, lacks_without_scores
-from ._masks import allowed_by, both, in_order
-from ._packed import packed_attention, packed_lacks
-from ._written_out import written_out
+from ._contract import Problem
+from ._cudnn import CUDNN
+from ._packed import PACKED
+from ._written_out import WRITTEN_OUT
+
+# The first that lacks nothing is taken.
+TABLE = (PACKED, CUDNN, IN_BLOCKS, WRITTEN_OUT)
 
 
 def attention(
@@ -78,49 +78,11 @@ def attention(
         TypeError: if `query_position` is not an integer.
         NotImplementedError: if `implementation` is `"native"`, and cuDNN does not support these arguments.
     """
-    head_dim, rate = q.shape[-1], dropout_rate
-    check_operands(q, k, v, causal, window, mask, segment_ids, soft_cap, sinks, rate, dropout_key)
+    check_operands(q, k, v, causal, window, mask, segment_ids, soft_cap, sinks, dropout_rate, dropout_key)
     first = check_places(q, k, causal, window, query_position)
     if isinstance(scale, jax.Array):  # kernels need a scale that is known at compile time
         q, scale = (q * scale).astype(q.dtype), 1.0
-    factor: float = head_dim**-0.5 if scale is None else scale
-    lacks = cudnn_lacks(q.dtype, head_dim, soft_cap=soft_cap is not None, sinks=sinks is not None, dropout=rate > 0)
-    # true if some query may have no key to attend to, not even its own
-    unseeing = first is not None or mask is not None or isinstance(segment_ids, tuple)
-    unseeing |= window is not None and q.shape[1] >= k.shape[1] + window  # the last query is that far from all keys
-    masked = first is not None or mask is not None or segment_ids is not None
-    if not lacks and masked and (q.shape[1] % 2 or k.shape[1] % 2):
-        lacks = f"cuDNN supports masks over sequences of even length only; these are {q.shape[1]} and {k.shape[1]}"
-    options: dict[str, Any] = {"causal": causal, "window": window}
-    packs = segment_ids is not None and not unseeing and not packed_lacks(q, **options)
-    scores = q.shape[1] * k.shape[1]
-    if not lacks and not packs and scores > MOST_MASKED:
-        lacks = lacks_without_scores(q, k, mask, segment_ids is not None, first is not None, **options)
-    native = runs_native("attention", implementation, lacks)
-    if native and packs:
-        return packed_attention(q, k, v, jnp.asarray(segment_ids), scale=factor, **options)
-    if not native and scores > MOST_SCORES:
-        dropout = Dropout(rate, dropout_key) if dropout_key is not None and rate else None
-        rule = _rule(causal, window, first, mask, segment_ids)
-        return forward_in_blocks(q, k, v, rule, scale=factor, soft_cap=soft_cap, sinks=sinks, dropout=dropout)[0]
-    allowed = allowed_by(mask, segment_ids)
-    if first is not None:
-        allowed = both(allowed, in_order(q.shape[1], k.shape[1], causal, window, first))
-        causal, window = False, None
-    if native:
-        return by_cudnn(q, k, v, allowed, unseeing, causal=causal, window=window, scale=factor)
-    ordered = in_order(q.shape[1], k.shape[1], causal, window)
-    return written_out(q, k, v, allowed, unseeing, ordered, factor, soft_cap, sinks, rate, dropout_key)
-
-
-def _rule(causal: bool, window: int | None, first: Any, mask: jax.Array | None, segment_ids: Any) -> Rule:
-    known = first is None or isinstance(first, int)
-    pair = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
-    return Rule(
-        causal,
-        window,
-        first=(first or 0) if known else 0,
-        shift=None if known else jnp.asarray(first),
-        mask=None if mask is None else allowed_by(jnp.asarray(mask), None),
-        segments=None if segment_ids is None else (jnp.asarray(pair[0]), jnp.asarray(pair[1])),
-    )
+    factor: float = q.shape[-1] ** -0.5 if scale is None else scale
+    masks = causal, window, first, mask, segment_ids
+    problem = Problem(q, k, v, *masks, factor, soft_cap, sinks, dropout_rate, dropout_key)
+    return choose("attention", implementation, TABLE, problem).run(problem)

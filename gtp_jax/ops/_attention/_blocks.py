@@ -20,6 +20,7 @@ from jax import lax
 
 from .._as_one import as_one
 from .._save import save_attention
+from ._contract import DotProductAttention, Problem
 from ._masks import allowed_by, both, by_group, in_order
 
 # The most queries x keys for which attention is not computed in blocks: if every head has an array of scores; and if
@@ -100,6 +101,31 @@ def forward_in_blocks(
     rate, key = (0.0, None) if dropout is None else dropout
     options = _Options(scale, soft_cap, rate, _sides(q, k, sides))
     return _in_blocks(options, *_varying_alike((q, k, v, sinks, rule, key)))
+
+
+def _lacks(problem: Problem) -> str:
+    return "" if problem.scores > MOST_SCORES else "so few scores are written out faster"
+
+
+def _run(problem: Problem) -> jax.Array:
+    known = problem.first is None or isinstance(problem.first, int)
+    ids, mask = problem.segment_ids, problem.mask
+    pair = ids if isinstance(ids, tuple) else (ids, ids)
+    rule = Rule(
+        problem.causal,
+        problem.window,
+        first=(problem.first or 0) if known else 0,
+        shift=None if known else jnp.asarray(problem.first),
+        mask=None if mask is None else allowed_by(jnp.asarray(mask), None),
+        segments=None if ids is None else (jnp.asarray(pair[0]), jnp.asarray(pair[1])),
+    )
+    rate, key = problem.dropout_rate, problem.dropout_key
+    dropout = Dropout(rate, key) if key is not None and rate else None
+    more: dict[str, Any] = {"soft_cap": problem.soft_cap, "sinks": problem.sinks, "dropout": dropout}
+    return forward_in_blocks(problem.q, problem.k, problem.v, rule, scale=problem.scale, **more)[0]
+
+
+IN_BLOCKS = DotProductAttention(native=False, lacks=_lacks, run=_run)
 
 
 def backward_in_blocks(

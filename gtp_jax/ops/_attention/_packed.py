@@ -26,6 +26,8 @@ from ...mesh import supports_packed_attention
 from .._save import save_attention
 from . import _cudnn_calls as cudnn
 from ._blocks import MOST_MASKED, Rule, backward_in_blocks, forward_in_blocks
+from ._contract import DotProductAttention, Problem
+from ._cudnn import lacks_kernels
 from ._cudnn_calls import Options, Ragged
 from ._masks import allowed_by, both, in_order
 
@@ -106,6 +108,22 @@ def packed_attention(
     there are not too many runs.
     """
     return _attention(q, k, v, segment_ids, Options(causal, window, float(scale)))
+
+
+def _lacks(problem: Problem) -> str:
+    if lacks := lacks_kernels(problem):
+        return lacks
+    if problem.segment_ids is None or problem.unseeing:
+        return "only tokens that see themselves, in segments of one sequence, are packed"
+    return packed_lacks(problem.q, causal=problem.causal, window=problem.window)
+
+
+def _run(problem: Problem) -> jax.Array:
+    q, k, v, ids = problem.q, problem.k, problem.v, jnp.asarray(problem.segment_ids)
+    return packed_attention(q, k, v, ids, causal=problem.causal, window=problem.window, scale=problem.scale)
+
+
+PACKED = DotProductAttention(native=True, lacks=_lacks, run=_run)
 
 
 def documents_of(segment_ids: jax.Array) -> Documents:

@@ -6,25 +6,17 @@ import jax
 import jax.numpy as jnp
 
 from .._one_row import is_one_row, one_row_einsum
-from ._masks import both, by_group
+from ._contract import DotProductAttention, Problem
+from ._masks import both, by_group, in_order
 
 # Up to this number of keys, attention of a single query is faster on GPUs as sums of products than as matmuls.
 _FEW_KEYS = 512
 
 
-def written_out(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    allowed: jax.Array | None,
-    unseeing: bool,
-    ordered: jax.Array | None,
-    scale: float,
-    soft_cap: float | None,
-    sinks: jax.Array | None,
-    dropout_rate: float,
-    dropout_key: jax.Array | None,
-) -> jax.Array:
+def _run(problem: Problem) -> jax.Array:
+    q, k, v, sinks = problem.q, problem.k, problem.v, problem.sinks
+    allowed, causal, window = problem.masks()
+    ordered = in_order(*problem.sizes, causal, window)
     # jax.nn's own XLA path computes the softmax in float32 for any input dtype; here float64 stays float64.
     batch, queries, heads, head_dim = q.shape
     num_kv_heads = k.shape[2]
@@ -32,11 +24,11 @@ def written_out(
     wide = jnp.promote_types(q.dtype, jnp.float32)
     one_row = is_one_row(batch, queries) and k.shape[1] <= _FEW_KEYS
     if one_row:
-        scores = one_row_einsum("bqkgd,bskd->bkgqs", groups, k) * scale
+        scores = one_row_einsum("bqkgd,bskd->bkgqs", groups, k) * problem.scale
     else:
-        scores = jnp.einsum("bqkgd,bskd->bkgqs", groups, k, preferred_element_type=wide) * scale
-    if soft_cap is not None:
-        scores = soft_cap * jnp.tanh(scores / soft_cap)
+        scores = jnp.einsum("bqkgd,bskd->bkgqs", groups, k, preferred_element_type=wide) * problem.scale
+    if problem.soft_cap is not None:
+        scores = problem.soft_cap * jnp.tanh(scores / problem.soft_cap)
     where = both(None if allowed is None else by_group(allowed, num_kv_heads), ordered)
     if where is not None:
         scores = jnp.where(where, scores, jnp.finfo(wide).min)
@@ -46,11 +38,15 @@ def written_out(
     probs = jax.nn.softmax(scores, axis=-1)
     if sinks is not None:
         probs = probs[..., :-1]
-    if unseeing and where is not None:  # the softmax of a row without keys is uniform; give it no value and no gradient
+    if where is not None and problem.unseeing:
+        # the softmax of a row without keys is uniform; give it no value and no gradient
         probs = jnp.where(where, probs, 0)
-    if dropout_rate:
-        assert dropout_key is not None
-        kept = jax.random.bernoulli(dropout_key, 1 - dropout_rate, probs.shape)
-        probs = jnp.where(kept, probs / (1 - dropout_rate), 0)
+    if rate := problem.dropout_rate:
+        assert problem.dropout_key is not None
+        kept = jax.random.bernoulli(problem.dropout_key, 1 - rate, probs.shape)
+        probs = jnp.where(kept, probs / (1 - rate), 0)
     einsum = one_row_einsum if one_row else jnp.einsum
     return jnp.reshape(einsum("bkgqs,bskd->bqkgd", probs.astype(v.dtype), v), q.shape).astype(q.dtype)
+
+
+WRITTEN_OUT = DotProductAttention(native=False, lacks=lambda problem: "", run=_run)
