@@ -68,6 +68,7 @@ from ._quantize import quantize as quantize
 from ._quantize import unpack as unpack
 from ._rope import RopeScaling as RopeScaling
 from ._rope import check_rotary as check_rotary
+from ._rope import positions_of as positions_of
 from ._rope import rope as rope
 from ._rounds import in_rounds as in_rounds
 from ._route import with_aux_loss as with_aux_loss
@@ -81,7 +82,6 @@ from ._save import save_activation as save_activation
 from ._save import save_attention as save_attention
 from ._save import save_for_backward as save_for_backward
 from ._save import save_routing as save_routing
-from ._segments import positions_of as positions_of
 from ._slot import SECOND_DERIVATIVE as SECOND_DERIVATIVE
 from ._slot import SlottedRows as SlottedRows
 from ._slot import SlottedWeight as SlottedWeight

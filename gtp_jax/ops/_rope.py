@@ -1,4 +1,5 @@
-"""Rotary position embedding (Su et al. 2021, arXiv 2104.09864), in the half-split form that Llama uses."""
+"""Rotary position embedding (Su et al. 2021, arXiv 2104.09864), in the half-split form that Llama uses, and the
+positions of packed documents."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from .._foreign import brief
 from .._words import MOST
@@ -146,6 +148,22 @@ def rope(
     signed = jnp.stack([-sin, sin], axis=-2)
     rotated = halves * cos[..., None, None, :] + jnp.flip(halves, -2) * signed[..., None, :, :]
     return jnp.reshape(rotated, x.shape).astype(x.dtype)
+
+
+def positions_of(segment_ids: jax.Array) -> jax.Array:
+    """Returns the position of each token within its own document, counted from 0.
+
+    Args:
+        segment_ids: `(..., sequence)` integers of the whole sequence. A document is a run of equal ids.
+
+    Returns:
+        int32 positions, of the same shape.
+    """
+    place = lax.broadcasted_iota(jnp.int32, segment_ids.shape, segment_ids.ndim - 1)
+    begins = jnp.concatenate(
+        [jnp.ones_like(segment_ids[..., :1], bool), segment_ids[..., 1:] != segment_ids[..., :-1]], axis=-1
+    )
+    return place - lax.cummax(jnp.where(begins, place, 0), axis=segment_ids.ndim - 1)
 
 
 def check_rotary(head_dim: int, rotary_dim: int | None, theta: float, scaling: Any) -> None:

@@ -76,6 +76,7 @@ def test_rows_times_their_expert_s_kernel_and_its_transpose(out, features, shard
     sizes = EMPTY_TO_TWO_TILES
     tokens = sum(sizes) + 5
     kernels, w = in_tiles(numbers(len(sizes), out, features), shards)
+    dtype = jnp.dtype(dtype)
     given, tolerance = jnp.asarray(sizes, jnp.int32), ERROR if dtype == "float32" else ERROR_IN_BFLOAT16
     run = jax.jit(lambda q, w: HOPPER_TILES.product(q, w, given, dtype=dtype, transposed=True))
     turned = jax.jit(lambda q, w: HOPPER_TILES.product(q, w, given, dtype=dtype, transposed=False))
@@ -95,7 +96,7 @@ def test_sums_over_each_expert_s_rows(out, features, shards, dtype):
     tokens = 128 * (sum(blocks) + 2)  # the last belong to no expert
     sizes = jnp.asarray(blocks, jnp.int32) * 128
     (y, left), (x, right) = in_columns(numbers(tokens, out)), in_columns(numbers(tokens, features))
-    found = jax.jit(lambda y, x: HOPPER_TILES.outer(y, x, sizes, shards=shards, dtype=dtype))(y, x)
+    found = jax.jit(lambda y, x: HOPPER_TILES.outer(y, x, sizes, shards=shards, dtype=jnp.dtype(dtype)))(y, x)
     assert found.dtype == dtype and found.shape == (shards, len(blocks), out // shards, features)
     joined = np.moveaxis(np.asarray(found), 0, 1).reshape(len(blocks), out, features)
     for group, mine in enumerate(groups_of(np.asarray(sizes))):
@@ -108,7 +109,7 @@ def test_sums_over_16384_elements_of_one_sign_are_promoted():
     deep, sizes = 16384, [3, 130]
     kernels, w = in_tiles(numbers(2, 256, deep, one_sign=True), 1)
     q, x = in_runs(numbers(sum(sizes), deep, one_sign=True))
-    given, out = jnp.asarray(sizes, jnp.int32), jnp.float32
+    given, out = jnp.asarray(sizes, jnp.int32), jnp.dtype(jnp.float32)
     y = jax.jit(lambda q, w: HOPPER_TILES.product(q, w, given, dtype=out, transposed=True))(q, kernels)
     for group, mine in enumerate(groups_of(sizes)):
         assert_sums(y[mine], x[mine], w[group], ERROR_OF_ONE_SIZE)
@@ -118,7 +119,7 @@ def test_sums_over_16384_elements_of_one_sign_are_promoted():
         assert_sums(jax.jit(turned)(q, kernels)[mine], x[mine], w[group].T, ERROR_OF_ONE_SIZE)
     (y, left), (x, right) = (in_columns(numbers(deep + 128, size, one_sign=True)) for size in (256, 128))
     sizes = jnp.asarray([deep, 0, 128], jnp.int32)
-    found = jax.jit(lambda y, x: HOPPER_TILES.outer(y, x, sizes, shards=1, dtype=jnp.float32))(y, x)
+    found = jax.jit(lambda y, x: HOPPER_TILES.outer(y, x, sizes, shards=1, dtype=out))(y, x)
     assert_sums(found[0, 0], left[:, :deep], right[:, :deep], ERROR_OF_ONE_SIZE)
     assert_sums(found[0, 2], left[:, deep:], right[:, deep:], ERROR_OF_ONE_SIZE)
 

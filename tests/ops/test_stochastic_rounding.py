@@ -9,7 +9,7 @@ from selection import others_full, pairwise
 
 import gtp_jax as gtp
 from gtp_jax.formats import NVFP4, NVFP4_1D
-from gtp_jax.ops import _implementation
+from gtp_jax.ops._quantize import _call
 from gtp_jax.ops.reference._philox import philox
 
 from . import oracle
@@ -115,7 +115,7 @@ def test_same_key_same_codes_other_key_other_codes(format, implementation):
 def test_a_new_key_compiles_nothing(implementation):
     x = jnp.ones((8, 16))
     gtp.ops.quantize(x, NVFP4_1D, key=jax.random.key(0), implementation=implementation)
-    before = _implementation._run._cache_size()
+    before = _call._run._cache_size()
     for seed in range(1, 4):
         gtp.ops.quantize(x, NVFP4_1D, key=jax.random.key(seed), implementation=implementation)
-    assert _implementation._run._cache_size() == before
+    assert _call._run._cache_size() == before

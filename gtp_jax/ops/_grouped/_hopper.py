@@ -48,7 +48,7 @@ def lacks_sizes(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> str:
     return ""
 
 
-def result_dtype(dtype: jax.typing.DTypeLike) -> jax.typing.DTypeLike:
+def result_dtype(dtype: np.dtype) -> jax.typing.DTypeLike:
     """Returns the dtype in which products of codes return a result, which is then cast to `dtype`."""
     return jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
 

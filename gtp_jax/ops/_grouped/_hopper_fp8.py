@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ... import native
 from ...formats import FP8_E4M3, QuantizedArray
@@ -14,12 +15,7 @@ from ._tiles import cut_into_tiles
 
 
 def _product(
-    x: QuantizedArray,
-    weight: QuantizedArray,
-    group_sizes: jax.Array,
-    *,
-    dtype: jax.typing.DTypeLike,
-    transposed: bool,
+    x: QuantizedArray, weight: QuantizedArray, group_sizes: jax.Array, *, dtype: np.dtype, transposed: bool
 ) -> jax.Array:
     codes = weight.codes if transposed else along_out(weight.codes)
     units = tensor_unit(weight)[0]  # of each group, as all shards have the same
@@ -29,9 +25,7 @@ def _product(
     return native.grouped_product(x.codes, codes, scales, *tiles, **kinds, dtype=result_dtype(dtype)).astype(dtype)
 
 
-def _outer(
-    y: QuantizedArray, x: QuantizedArray, group_sizes: jax.Array, *, dtype: jax.typing.DTypeLike, shards: int
-) -> jax.Array:
+def _outer(y: QuantizedArray, x: QuantizedArray, group_sizes: jax.Array, *, dtype: np.dtype, shards: int) -> jax.Array:
     stops = jnp.cumsum(group_sizes, dtype=jnp.int32)
     scales = jnp.broadcast_to(tensor_unit(y) * tensor_unit(x), group_sizes.shape)
     operands = y.codes, x.codes, scales, stops - group_sizes, stops

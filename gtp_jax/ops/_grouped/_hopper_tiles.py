@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ... import native
 from ...formats import FP8_BLOCKS, QuantizedArray
@@ -14,12 +15,7 @@ from ._tiles import cut_into_tiles
 
 
 def _product(
-    x: QuantizedArray,
-    weight: QuantizedArray,
-    group_sizes: jax.Array,
-    *,
-    dtype: jax.typing.DTypeLike,
-    transposed: bool,
+    x: QuantizedArray, weight: QuantizedArray, group_sizes: jax.Array, *, dtype: np.dtype, transposed: bool
 ) -> jax.Array:
     """Multiplies rows of `FP8_BLOCKS_1D` by a weight in tiles; see [Note: tiles of experts]."""
     assert x.scales is not None and weight.scales is not None
@@ -32,9 +28,7 @@ def _product(
     return native.grouped_blocked_product(*operands, dtype=result_dtype(dtype)).astype(dtype)
 
 
-def _outer(
-    y: QuantizedArray, x: QuantizedArray, group_sizes: jax.Array, *, dtype: jax.typing.DTypeLike, shards: int
-) -> jax.Array:
+def _outer(y: QuantizedArray, x: QuantizedArray, group_sizes: jax.Array, *, dtype: np.dtype, shards: int) -> jax.Array:
     """Multiplies copies of `FP8_BLOCKS_1D`, `(out, rows)` and `(in, rows)`, from `in_whole_blocks`."""
     assert y.scales is not None and x.scales is not None
     stops = jnp.cumsum(group_sizes, dtype=jnp.int32)

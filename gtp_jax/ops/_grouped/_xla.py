@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ._contract import GroupedMatmul
@@ -11,7 +12,7 @@ from ._tiles import Tiles, cut_into_tiles
 
 
 def _product(
-    x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, dtype: jax.typing.DTypeLike, transposed: bool
+    x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, dtype: np.dtype, transposed: bool
 ) -> jax.Array:
     weight = _by_group(weight)
     if not x.shape[0]:
@@ -31,9 +32,7 @@ def _product(
     return jnp.zeros((x.shape[0], parts.shape[-1]), dtype).at[flat].set(parts, mode="drop")
 
 
-def _outer(
-    y: jax.Array, x: jax.Array, group_sizes: jax.Array, *, dtype: jax.typing.DTypeLike, shards: int
-) -> jax.Array:
+def _outer(y: jax.Array, x: jax.Array, group_sizes: jax.Array, *, dtype: np.dtype, shards: int) -> jax.Array:
     groups, wide = group_sizes.shape[0], _wide(x.dtype)
     zeros = jnp.zeros((groups, y.shape[1], x.shape[1]), wide)
     if not x.shape[0]:

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Float, UInt32
+from jaxtyping import Float, Float32, UInt32
 
 from ...formats import Format, Operands, QuantizedArray
 from ...mesh import supports_block_scaled_matmul
 from .._implementation import Implementation, runs_native
-from .._operand import operand_amax, rounded_weight, rows_of, values_of
+from .._operand import operand_amax, rounded_weight, rows_of, tensor_unit, values_of
 from .._quantize import hadamard_amax, multi_amax, quantize
 from .._save import save_for_backward
 from .._slot import SlottedWeight, refuse_second_derivative, values_and_slot
-from ._scaled import fits, scaled_product
+
+_DTYPES: dict[str | None, Any] = {
+    "e2m1": jnp.float4_e2m1fn,
+    "e4m3": jnp.float8_e4m3fn,
+    "e5m2": jnp.float8_e5m2,
+    "e8m0": jnp.float8_e8m0fnu,
+}
 
 
 def linear_blocks(
@@ -153,8 +160,43 @@ def _product(
 
     Values are multiplied in `dtype`, which represents them exactly.
     """
-    if scaled and isinstance(b, QuantizedArray) and fits(a):
-        return scaled_product(a, b).astype(out)
+    if scaled and isinstance(b, QuantizedArray) and _fits(a):
+        return _scaled_product(a, b).astype(out)
     dims = (((0 if a.columns else 1,), (b_dim,)), ((), ()))
     right = values_of(b, dtype) if isinstance(b, QuantizedArray) else b
     return lax.dot_general(values_of(a, dtype), right, dims, preferred_element_type=out)
+
+
+def _scaled_product(a: QuantizedArray, b: QuantizedArray) -> Float32[jax.Array, "rows columns"]:
+    """Returns the float32 product of two matrices, contracted along their blocks: along the columns of a row-wise copy,
+    and along the rows of a column-wise one.
+
+    Calls `jax.nn.scaled_matmul`, which runs in cuDNN on SM100, and in operations of XLA elsewhere.
+    """
+    (left, left_scales), (right, right_scales) = _contraction_last(a), _contraction_last(b)
+    y = jax.nn.scaled_matmul(
+        left[None], right[None], left_scales[None], right_scales[None], preferred_element_type=jnp.float32
+    )[0]
+    for q in (a, b):
+        if q.amax is not None:
+            y = y * tensor_unit(q)
+    return y
+
+
+def _fits(a: QuantizedArray) -> bool:
+    """Returns whether `_scaled_product` supports a matrix: it must not be empty, and its contraction must consist of
+    whole blocks."""
+    assert a.format.block is not None
+    return min(a.matrix) > 0 and a.matrix[0 if a.columns else 1] % a.format.block[1] == 0
+
+
+def _contraction_last(q: QuantizedArray) -> tuple[jax.Array, jax.Array]:
+    """Returns the codes and the scales with the contraction last, and with the scales repeated for every row."""
+    assert q.scales is not None and q.format.block is not None
+    codes, scales = q.codes, q.scales
+    rows, columns = reversed(q.matrix) if q.columns else q.matrix
+    if q.columns and not q.format.transposed_columns:
+        codes, scales = codes.T, scales.T
+    values = lax.bitcast_convert_type(codes, _DTYPES[q.format.element])
+    scales = jnp.repeat(scales, q.format.block[0], axis=0)[:rows]
+    return jnp.reshape(values, (rows, columns)), lax.bitcast_convert_type(scales, _DTYPES[q.format.scale])

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from jaxtyping import BFloat16, Float, Float32
 
 from ...formats import Format
-from .._implementation import Implementation, call
+from .._implementation import Implementation
 from ..reference import hadamard as _transform
+from ._call import call
 from ._checks import as_matrix, as_values
 
 

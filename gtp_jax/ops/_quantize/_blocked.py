@@ -13,13 +13,8 @@ from ... import native
 from ...formats import FP8_BLOCKS, FP8_BLOCKS_1D, Format, QuantizedArray
 from ...mesh import platform, supports_grouped_matmul
 from .. import reference
-from .._implementation import (
-    Implementation,
-    check_replication_is_unchecked,
-    missing_kernel,
-    runs_native,
-    without_gradient,
-)
+from .._implementation import Implementation, runs_native
+from ._call import check_replication_is_unchecked, missing_kernel, without_gradient
 
 RUN = 128
 

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Float, Float32, UInt8
 
 from ...formats import Format, PackPlan
-from .._implementation import Implementation, call
+from .._implementation import Implementation
+from ._call import call
 from ._checks import as_values, check_dtype, check_format
 
 

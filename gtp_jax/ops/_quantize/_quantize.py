@@ -11,8 +11,9 @@ from jaxtyping import Float, Key, UInt32
 
 from ..._random_keys import is_key, key_words
 from ...formats import FP8_BLOCKS, FP8_BLOCKS_1D, NVFP4, NVFP4_1D, RUN, Format, QuantizedArray, validate
-from .._implementation import Implementation, call
+from .._implementation import Implementation
 from ._blocked import dequantize_blocked, quantize_blocked
+from ._call import call
 from ._checks import as_amax, as_matrix, check_dtype, check_format
 
 _AXES = ("row", "column", "both")
