@@ -30,7 +30,7 @@ import gtp_jax as gtp
 from gtp_jax import inspect as seen
 from gtp_jax import native
 from gtp_jax.ops import grouped_fp8, power_of_two_amax
-from gtp_jax.ops._grouped._hopper import HOPPER, along_out
+from gtp_jax.ops._grouped._hopper import HOPPER, _along_out
 from gtp_jax.ops._grouped._pallas import PALLAS
 from gtp_jax.ops._grouped._tiles import cut_into_tiles
 from gtp_jax.ops._quantize import amax_fused, quantize_fused
@@ -198,7 +198,7 @@ def time_layer(
             lambda a, b: native.grouped_outer(a, b, scales, stops - blocks, stops, shards=1, **kinds, dtype=jnp.float32)
         ),
         "outer pallas": jax.jit(lambda a, b: PALLAS.outer(a, b, sizes, shards=1, dtype=jnp.dtype(jnp.float32))),
-        "transpose of kernels": jax.jit(lambda a, b: along_out(b[None])),
+        "transpose of kernels": jax.jit(lambda a, b: _along_out(b[None])),
         "the same by XLA": jax.jit(lambda a, b: jnp.swapaxes(b, 1, 2)),
         "transpose of rows": jax.jit(lambda a, b: native.transpose(a, tiles.start, tiles.stop, matrices=1)),
         "quantize, amax fused": jax.jit(fused_codes),

@@ -8,7 +8,7 @@ import pytest
 from gtp_jax import native
 from gtp_jax.formats import FP8_BLOCKS, FP8_BLOCKS_1D, QuantizedArray
 from gtp_jax.ops import Order, SlottedWeight, grouped_quantized, sum_of_places
-from gtp_jax.ops._grouped._hopper_tiles import HOPPER_TILES
+from gtp_jax.ops._grouped._hopper import HOPPER_TILES
 
 from .experts import KEY, OPERANDS, ROW, TILE, groups_of, window_and_sizes
 from .oracle import dequantize_blocked, quantize_blocked, rounded_blocked

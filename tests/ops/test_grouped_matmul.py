@@ -12,9 +12,7 @@ from gtp_jax.formats import FP8_BLOCKS, FP8_E4M3
 from gtp_jax.ops import grouped_matmul
 from gtp_jax.ops._grouped import _triton as triton
 from gtp_jax.ops._grouped._contract import Problem
-from gtp_jax.ops._grouped._hopper import HOPPER
-from gtp_jax.ops._grouped._hopper_fp8 import HOPPER_FP8
-from gtp_jax.ops._grouped._hopper_tiles import HOPPER_TILES
+from gtp_jax.ops._grouped._hopper import HOPPER, HOPPER_FP8, HOPPER_TILES
 from gtp_jax.ops._grouped._pallas import PALLAS
 from gtp_jax.ops._grouped._table import pick
 from gtp_jax.ops._grouped._xla import XLA

@@ -6,8 +6,8 @@ from ._expand import shares_of_places as shares_of_places
 from ._expand import sum_of_places as sum_of_places
 from ._expand import window_of as window_of
 from ._fp8 import grouped_fp8 as grouped_fp8
-from ._hopper_fp8 import multiplies_fp8_groups as multiplies_fp8_groups
-from ._hopper_tiles import multiplies_tiles as multiplies_tiles
+from ._hopper import multiplies_fp8_groups as multiplies_fp8_groups
+from ._hopper import multiplies_tiles as multiplies_tiles
 from ._matmul import grouped_matmul as grouped_matmul
 from ._quantized import grouped_quantized as grouped_quantized
 from ._row_codes import rows_in_codes as rows_in_codes

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from .._implementation import Implementation, choose
 from ._contract import GroupedMatmul, Problem
-from ._hopper import HOPPER
-from ._hopper_fp8 import HOPPER_FP8
-from ._hopper_tiles import HOPPER_TILES
+from ._hopper import HOPPER, HOPPER_FP8, HOPPER_TILES
 from ._pallas import PALLAS
 from ._xla import XLA
 
