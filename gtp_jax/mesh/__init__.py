@@ -50,6 +50,7 @@ from ._scope import legacy_mesh as legacy_mesh
 from ._scope import legacy_mesh_in_scope as legacy_mesh_in_scope
 from ._scope import mesh_of_devices as mesh_of_devices
 from ._specs import axes_by_dim as axes_by_dim
+from ._specs import axes_in_order as axes_in_order
 from ._specs import axes_of as axes_of
 from ._specs import spec_by_dim as spec_by_dim
 from ._specs import stacked_spec as stacked_spec

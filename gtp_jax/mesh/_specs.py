@@ -17,6 +17,12 @@ def axes_of(spec: PartitionSpec) -> frozenset[str]:
     return frozenset(axis for axes in axes_by_dim(spec) for axis in axes)
 
 
+def axes_in_order(spec: PartitionSpec) -> tuple[str, ...]:
+    """Returns the mesh axes that a partition spec uses, in its order. Pass these to collectives: the order of `axes_of`
+    differs between processes, which must run the same program."""
+    return tuple(axis for axes in axes_by_dim(spec) for axis in axes)
+
+
 def axes_by_dim(spec: PartitionSpec, ndim: int = 0) -> list[tuple[str, ...]]:
     """Returns the mesh axes that divide each dimension, outermost first, for at least `ndim` dimensions."""
     axes = [() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in spec]

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from .._numbers import is_size
 from ..collectives import gather_sequence
 from ..hook import call_with_weights, coded, placement_of
-from ..mesh import axes_of, current_roles, current_view, degree, sequence_axis, spec_of_tokens
+from ..mesh import axes_in_order, current_roles, current_view, degree, sequence_axis, spec_of_tokens
 from ..ops import Head, Product, SlottedWeight, TokenLoss, call_with_zeros, linear_token_losses, values_and_slot
 from ._dense import Dense
 from ._embed import Embed, TiedHead
@@ -131,7 +131,7 @@ class _How(NamedTuple):
 
         def local(x: jax.Array, head: Head, targets: jax.Array, weights: jax.Array) -> jax.Array:
             total = self.total(x, head, targets, weights, vocab_size, axis)
-            return lax.psum(total, tuple(axes_of(by_token))) if len(by_token) else total
+            return lax.psum(total, axes_in_order(by_token)) if len(by_token) else total
 
         of_weight = PartitionSpec(axis) if self.product.vocab_dim == 0 else PartitionSpec(None, axis)
         of_head: Any = Head(of_weight, None if head.bias is None else PartitionSpec(axis))  # pyright: ignore[reportArgumentType]
@@ -231,7 +231,7 @@ class _LossOfHead(Layer):
         return self.tokens
 
     def to_global(self, y: jax.Array) -> jax.Array:
-        axes = tuple(axes_of(self.tokens))
+        axes = axes_in_order(self.tokens)
         return lax.psum(y, axes) if axes else y
 
 

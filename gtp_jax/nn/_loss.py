@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from ..mesh import axes_of, current_roles, current_view, degree, spec_of_tokens
+from ..mesh import axes_in_order, current_roles, current_view, degree, spec_of_tokens
 from ..ops import check_concrete_ids, to_index, token_cross_entropy
 
 
@@ -60,7 +60,7 @@ def cross_entropy(
 
     def local(logits, targets, weights):
         sums = _sums(logits, targets, weights, sharded, vocab_size)
-        return lax.psum(sums, tuple(axes_of(by_token))) if len(by_token) else sums
+        return lax.psum(sums, axes_in_order(by_token)) if len(by_token) else sums
 
     into = (PartitionSpec(*tokens, roles.tensor if sharded else None), by_token, by_token)
     mapped = jax.shard_map(local, in_specs=into, out_specs=(PartitionSpec(), PartitionSpec()), check_vma=False)
