@@ -1,4 +1,4 @@
-"""What an implementation of attention is, and what it is asked for."""
+"""Defines what an implementation of attention is, and what it is asked for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an implementation of grouped matmuls is, and what it is asked for."""
+"""Defines what an implementation of grouped matmuls is, and what it is asked for."""
 
 from __future__ import annotations
 
