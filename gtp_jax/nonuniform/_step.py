@@ -166,7 +166,7 @@ class NonuniformStep:
             replicas, divided = self._replicas, _is_divided(state)
             self._steps[recipe] = [
                 ReplicaStep(
-                    self._request._replace(recipe=recipe, replica=replica.number),
+                    self._request._replace(recipe=recipe, program=replica.number),
                     replica,
                     mesh,
                     model_def,

@@ -17,9 +17,9 @@ def keys_of_microbatch(
     """Returns the key with which a microbatch rounds the gradients that matmuls take as operands, and the key of its
     dropout in adapters, as words of uint32, `(2,)`. `None` instead of a key from which nothing would be drawn.
 
-    Keys depend only on the seed, the number of updates made, the microbatch, the replica and, with `of_rank`, the rank.
+    Keys depend only on the seed, the number of updates made, the microbatch, the program and, with `of_rank`, the rank.
     A run can therefore be repeated exactly, and a resumed run uses the same keys as one that was never interrupted. All
-    ranks of a mesh get the same key of dropout; replicas with separate meshes get different keys.
+    ranks of a mesh get the same key of dropout; programs on separate meshes get different keys.
 
     Args:
         request: the request, with the recipe of the call.
@@ -40,8 +40,8 @@ def keys_of_microbatch(
 def _key(request: Request, step: jax.Array, microbatch: jax.Array | int, *, of_rank: bool) -> jax.Array:
     key = jax.random.fold_in(jax.random.key(request.seed, impl="threefry2x32"), step)
     key = jax.random.fold_in(key, microbatch)
-    if request.replica:
-        key = jax.random.fold_in(key, (1 << 31) + request.replica)  # no microbatch has such a number
+    if request.program:
+        key = jax.random.fold_in(key, (1 << 31) + request.program)  # no microbatch has such a number
     mesh = jax.sharding.get_abstract_mesh()
     if of_rank:
         rank = jnp.uint32(0) if mesh.empty else lax.axis_index(mesh.axis_names).astype(jnp.uint32)

@@ -19,8 +19,8 @@ class Request(NamedTuple):
     The first eight fields are arguments of `train_step`.
 
     Attributes:
-        replica: the number of this replica, if replicas have meshes of their own (`gtp_jax.nonuniform.Replicas`);
-            otherwise 0.
+        program: the number of this program, if programs on separate meshes compute parts of one step; otherwise 0.
+            Their random keys differ.
         rounded: the paths of the modules whose weights already hold values of the dtype in which they are sent.
     """
 
@@ -32,7 +32,7 @@ class Request(NamedTuple):
     pregathered_layers: int | Literal["all"] = 0
     seed: int = 0
     reduce_over_dp: ReduceOverDp = "each"
-    replica: int = 0
+    program: int = 0
     rounded: frozenset[ModulePath] = frozenset()
 
     def checked(self) -> Request:
