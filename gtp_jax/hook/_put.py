@@ -63,11 +63,20 @@ def put(paths: Paths, variable: nnx.Variable, placement: layout.Placement | None
     variable.set_raw_value(jax.tree.map(lambda array: on_mesh(array, spec), value))
 
 
+class _OwnHooks(tuple[Any, ...]):
+    """Hooks of gtp_jax alone. Its truth value is false, because NNX warns if a new variable, such as one of an
+    optimizer that has copied the metadata, has hooks whose truth value is true."""
+
+    def __bool__(self) -> bool:
+        return False
+
+
 def _hook_first(variable: nnx.Variable, name: str, hook: Any) -> None:
     """Makes `hook` the first of a variable's hooks of this name, such as `on_get_value`."""
     hooks = variable.get_metadata().get(name)
-    own = hooks if isinstance(hooks, tuple) else () if hooks is None else (hooks,)
-    variable.set_metadata(name, (hook, *(other for other in own if other is not hook)))
+    before = hooks if isinstance(hooks, tuple) else () if hooks is None else (hooks,)
+    kind = tuple if hooks else _OwnHooks
+    variable.set_metadata(name, kind((hook, *(other for other in before if other is not hook))))
 
 
 def _padded(value: Any, placement: layout.Placement) -> Any:

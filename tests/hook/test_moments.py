@@ -49,6 +49,7 @@ def test_factors_and_other_shapes_train_as_on_one_device(name, x64):
         assert_equal(train(model, loss, x, optimizer=OPTIMIZERS[name]), wanted)
 
 
+@pytest.mark.filterwarnings("error:Variable hooks")  # which Flax deprecates
 def test_an_optimizer_that_a_program_makes_has_shards_of_moments_and_whole_factors(x64):
     both = optax.chain(optax.scale_by_adam(), OPTIMIZERS["adafactor"])
     with jax.set_mesh(gtp.make_mesh(gtp=8)):
