@@ -33,7 +33,7 @@ from ._codes import Coded as Coded
 from ._codes import coded as coded
 from ._codes import decide as decide
 from ._codes import encode as encode
-from ._even import store_evenly as store_evenly
+from ._even import evenly_stored as evenly_stored
 from ._exchange import exchange as exchange
 from ._facts import OffloadingUnit as OffloadingUnit
 from ._facts import ShardedWeight as ShardedWeight

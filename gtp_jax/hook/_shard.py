@@ -22,7 +22,7 @@ from ._path import paths_of
 from ._put import put
 from ._specs import Spec, check_patterns, first_match, placement_by, warn_of_whole
 from ._unit import Holder, Unit, kind_of, make, methods_of
-from ._variables import is_weight, of_own_layers, refuse_frozen, variables_of
+from ._variables import is_weight, of_one_layer, of_own_layers, refuse_frozen, variables_of
 
 _METHODS = ("__call__", "attend")  # the methods of Flax's layers that use weights
 _TENSOR = ("tp", "tensor", "model")  # names that authors give to the axis of tensor parallelism
@@ -49,8 +49,8 @@ def shard[M: nnx.Module](
     By default, every floating-point `nnx.Param` with at least `min_size` elements is stored as shards, over the axes of
     the roles `weights` (gtp) and `optimizer` (dp, ZeRO) that divide its dimensions. The weights within gtp_jax's own
     layers, and each `gtp_jax.Param`, keep their own partition. A weight that the axes do not divide is stored padded
-    once a `TrainState` is made of the model, or at once under `gtp_jax.layout.even_shares`. In global view,
-    `param[...]` still reads and sets the array of the logical shape.
+    in a `TrainState`, or at once under `gtp_jax.layout.even_shares`. In global view, `param[...]` still reads and sets
+    the array of the logical shape.
 
     Forward gathers the weights of a block, if possible while the previous block computes. Backward gathers them again,
     unless the schedule keeps them, and reduces the gradients of the block, if possible while another block computes.
@@ -139,7 +139,10 @@ def shard[M: nnx.Module](
     weights = {paths: v for paths, v in variables.items() if to_shard(v)}
     check_patterns(specs, variables, weights, min_size, own)
     with use_roles(roles):
-        placements = {paths: placement_by(paths, v, specs, roles) for paths, v in weights.items()}
+        single = of_one_layer(model)
+        placements = {
+            paths: placement_by(paths, v, specs, roles, of_layers=id(v) not in single) for paths, v in weights.items()
+        }
     warn_of_whole(placements, variables, specs, roles)
     for paths, variable in variables.items():
         if placements.get(paths, ...) is None and specs.get(first_match(specs, paths) or "") is not None:

@@ -86,9 +86,12 @@ def _why_whole(variable: nnx.Variable, min_size: int, *, own: bool) -> str:
     )
 
 
-def placement_by(paths: Paths, variable: nnx.Variable, specs: Mapping[str, Spec], roles: Roles) -> Placement | None:
+def placement_by(
+    paths: Paths, variable: nnx.Variable, specs: Mapping[str, Spec], roles: Roles, *, of_layers: bool
+) -> Placement | None:
     """Returns the placement of a weight. Returns `None` for a scalar, for a weight with the value `None` in `specs`,
-    and for one whose partition in `specs` has no axes of more than one rank.
+    and for one whose partition in `specs` has no axes of more than one rank. With `of_layers`, the first dimension may
+    be that of layers, see `place`.
 
     Raises:
         ValueError: for the same reasons as `_checked_spec`.
@@ -102,7 +105,7 @@ def placement_by(paths: Paths, variable: nnx.Variable, specs: Mapping[str, Spec]
     spec = _checked_spec(paths[0], shape, named, "its `out_sharding`" if pattern is None else f"`specs[{pattern!r}]`")
     used = spec_by_dim([[axis for axis in axes if axis not in gathered] for axes in axes_by_dim(spec)])
     if pattern is None and not axes_of(spec) & gathered:
-        return place(shape, roles, used, can_pad=_can_pad(variable))
+        return place(shape, roles, used, can_pad=_can_pad(variable), of_layers=of_layers)
     return placed(spec, used, shape) if axes_of(spec) else None
 
 

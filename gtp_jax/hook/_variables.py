@@ -69,3 +69,21 @@ def of_own_layers(model: nnx.Module) -> set[int]:
         and not getattr(type(module), "wraps_stock", False)
     )
     return {id(node) for module in own for _, node in nnx.iter_graph(module) if isinstance(node, nnx.Variable)}
+
+
+def of_one_layer(model: nnx.Module) -> set[int]:
+    """Returns the `id`s of the weights of Flax's layers whose shapes are those of one layer. The first dimension of
+    other weights may be that of layers, which `nnx.vmap` has stacked, and over which the model runs a loop."""
+    found = set()
+    for _, module in nnx.iter_modules(model):
+        sizes = [[getattr(module, name, None) for name in names] for names in _SIZES]
+        known = [tuple(n for one in own for n in (one if isinstance(one, tuple) else (one,))) for own in sizes]
+        for name in ("kernel", "embedding"):
+            variable = getattr(module, name, None)
+            if isinstance(variable, nnx.Variable) and getattr(variable.get_raw_value(), "shape", None) in known:
+                found.add(id(variable))
+    return found
+
+
+# The attributes of Flax's layers that make up the shape of their weights.
+_SIZES = (("num_embeddings", "features"), ("in_features", "out_features"), ("kernel_shape",))

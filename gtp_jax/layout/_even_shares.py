@@ -14,8 +14,8 @@ def even_shares(pad: bool = True) -> contextlib.AbstractContextManager[None]:
     padded whose dimensions the mesh does not divide. The padding is zeros at the end of one dimension, so all ranks
     store equal shares.
 
-    Outside of such a scope, a model stores these weights whole over some axes, and `TrainState.create` pads them. With
-    `pad=True`, the model pads them at once, so they are whole on no device while it is created.
+    Outside of such a scope, a model stores these weights whole over some axes, and a `TrainState` made of it stores
+    them padded, with a warning. With `pad=True`, the model pads them at once, so they are whole on no device.
 
     Make a `TrainState` of a padded model. In a step, optimizers are given the logical arrays, unless updating the
     padded ones gives the same result; norms, checks and checkpoints read no padding. Code that does not know about the

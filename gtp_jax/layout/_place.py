@@ -18,7 +18,9 @@ from ._placement import Placement
 from ._storage import UNPADDED, Padding
 
 
-def place(shape: Sequence[int], roles: Roles, used: PartitionSpec, *, can_pad: bool) -> Placement | None:
+def place(
+    shape: Sequence[int], roles: Roles, used: PartitionSpec, *, can_pad: bool, of_layers: bool = False
+) -> Placement | None:
     """Returns the placement of a weight of this shape on the mesh in scope; `None` for a scalar.
 
     Divides the weight over the mesh axes of the roles `weights` and `optimizer` that have more than one rank, except
@@ -38,6 +40,8 @@ def place(shape: Sequence[int], roles: Roles, used: PartitionSpec, *, can_pad: b
         roles: the roles of the mesh axes.
         used: the partition of the gathered array. It names only axes over which the weight is not gathered.
         can_pad: whether the weight may be padded.
+        of_layers: whether the first of several dimensions may be that of layers, over which a loop runs. It is then not
+            padded.
     """
     shape, taken = tuple(shape), axes_of(used)
     weights = _above_one(axis for axis in roles.weights if axis not in taken)
@@ -47,7 +51,11 @@ def place(shape: Sequence[int], roles: Roles, used: PartitionSpec, *, can_pad: b
         if (stored := _divided(shape, used, chosen)) is not None:
             return placed(stored, used, shape)
     even = None
-    if can_pad and shares_may_be_even() and (padding := _padding(shape, used, degrees(all_axes))).dim is not None:
+    if (
+        can_pad
+        and shares_may_be_even()
+        and (padding := _padding(shape, used, degrees(all_axes), of_layers=of_layers)).dim is not None
+    ):
         divided = axes_by_dim(used, len(shape))
         divided[padding.dim] = all_axes
         even = placed(spec_by_dim(divided), used, shape, padding)
@@ -67,7 +75,7 @@ def placed(
     return Placement(stored, used, tuple((axis, degree(axis)) for axis in axes), shape, padding)
 
 
-def _padding(shape: tuple[int, ...], used: PartitionSpec, ranks: int) -> Padding:
+def _padding(shape: tuple[int, ...], used: PartitionSpec, ranks: int, *, of_layers: bool) -> Padding:
     """Returns the padding that makes one dimension of a weight divisible by this many ranks; `UNPADDED` if axes of
     `used` divide every dimension of more than one element.
 
@@ -76,7 +84,9 @@ def _padding(shape: tuple[int, ...], used: PartitionSpec, ranks: int) -> Padding
     possible or adds too much, pads the dimension in which equal shards add least.
     """
     inputs = features_in(shape)
-    free = [dim for dim, axes in enumerate(axes_by_dim(used, len(shape))) if not axes and shape[dim] > 1]
+    first = 1 if of_layers and len(shape) > 1 else 0
+    divided = axes_by_dim(used, len(shape))
+    free = [dim for dim, axes in enumerate(divided) if not axes and shape[dim] > 1 and dim >= first]
     ends = {inputs: (len(shape), BLOCK_ROWS), 0: (inputs, BLOCK)}
     starts = {dim: block // math.gcd(block, math.prod(shape[dim + 1 : end])) for dim, (end, block) in ends.items()}
     blocks = [Target(dim, ranks * own) for dim, own in starts.items() if dim in free]

@@ -65,8 +65,8 @@ class Param(GatheredOnUse, nnx.Param):
 
     It is an `nnx.Param`. Outside a `shard_map`, `param[...]` is the logical array; checkpoints store the logical array
     too. gtp shards the longest dimension other than `tensor_dim` that it divides evenly; if there is none,
-    `tensor_dim`. If it divides no dimension, fewer axes or none shard the array until a `TrainState` pads it, or, under
-    `gtp_jax.layout.even_shares`, it is padded at once. See `gtp_jax.layout.layout_of_array`. No recipe quantizes it.
+    `tensor_dim`. If it divides no dimension, fewer axes or none shard the array; a `TrainState` stores it padded, and
+    so does the model under `gtp_jax.layout.even_shares`. See `gtp_jax.layout.layout_of_array`. No recipe quantizes it.
 
     Args:
         value: the logical array, of floating-point numbers.

@@ -12,11 +12,11 @@ from flax import nnx
 from jax import lax
 
 from ..formats import Format, QuantizedArray, Tiled
-from ..hook import Coded, decide, paths_of, placement_of, store_evenly
+from ..hook import Coded, decide, evenly_stored, paths_of, placement_of
 from ..layout import Layout, Placement, cut, is_padded, layouts_in_blocks, layouts_of_codes, pad, shares_may_be_even
 from ..mesh import check_mesh_in_scope, current_view, stacked_spec
 from ..recipes import Recipe, check_recipe
-from ..variables import RefuseLinen, is_variable, logical_shape, padded_layout, split_nodes
+from ..variables import RefuseLinen, logical_shape, padded_layout, split_nodes
 from ..weights import (
     FrozenAs,
     Groups,
@@ -136,10 +136,9 @@ def freeze[M: nnx.Module](model: M, recipe: Recipe | None = None, *, trained: An
     frozen = {place for place in params if not is_trained(paths[place], leaves[place])}
     _check_filter(trained, [".".join(map(str, paths[place])) for place in params], len(frozen))
     # no optimizer sees frozen weights, so they may be stored padded before there is a state
-    leaves = [v.replace(v.get_raw_value()) if is_variable(v) else v for v in leaves]
-    model = template.merged(leaves)
     apart = {id(leaves[place]) for place in frozen}
-    store_evenly(model, lambda variable: id(variable) in apart)
+    model, _ = evenly_stored(model, lambda variable: id(variable) in apart)
+    template, leaves = split_nodes(model)
     owners = weight_owners(model)
     places = {path: own for path, own in kernel_places(owners, leaves).items() if _all_frozen(path, own, frozen)}
     if recipe is not None:

@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh
 
-from ..hook import store_evenly
+from ..hook import evenly_stored
 from ..layout import cut_shape, padded_shape
 from ..mesh import Path, with_paths
 from ..nn import ModelDef, Split, abstract_model, split_model
@@ -24,9 +24,7 @@ Tree = Any
 def lay_out(factory: Callable[[nnx.Rngs], nnx.Module], mesh: AbstractMesh) -> Split:
     """Returns the definition of a model on a mesh, and the shapes of its arrays. Needs no devices."""
     with jax.sharding.use_abstract_mesh(mesh):
-        model = abstract_model(factory)
-        store_evenly(model)
-        return split_model(model)
+        return split_model(evenly_stored(abstract_model(factory))[0])
 
 
 def with_whole_sequences(model_def: ModelDef) -> ModelDef:

@@ -139,8 +139,8 @@ def choose(offload: Any, params: Tree, init: Callable[[Tree], Tree], model_def: 
         name = ".".join(padded[0])
         raise ValueError(
             f"`offload` is {offload!r}, but the degrees of the mesh do not divide the weight {name!r}, which is stored "
-            "padded (`even_shares`), and blocks do not say where padding is. Use degrees that divide it, or a model "
-            "that was created without `even_shares` and has no other `TrainState`, or leave `offload` out."
+            "padded (`even_shares`), and blocks do not say where padding is. Use degrees that divide it, or create "
+            "the model without `even_shares`, or leave `offload` out."
         )
     large = {
         path: leaf.shape

@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._words import Offloaded
-from ..hook import has_weights_to_shard, store_evenly
+from ..hook import evenly_stored, has_weights_to_shard
 from ..layout import row_blocks_shape, row_blocks_spec
 from ..mesh import (
     Path,
@@ -86,8 +86,9 @@ class TrainState:
         """Returns the state at step 0, whose parameters are the model's own arrays. Allocates nothing if the model is
         abstract (see `abstract_model`).
 
-        Weights whose dimensions the mesh does not divide are padded first, in the model too, so that all devices store
-        equal shares. They stay as they are under `gtp_jax.layout.even_shares(False)`, and with `offload`.
+        Weights whose dimensions the mesh does not divide are copied and padded, with a warning, so that all devices
+        store equal shares; drop the model to free the whole arrays. They stay as they are with `offload`, and if the
+        model was created under `gtp_jax.layout.even_shares(False)`.
 
         Warns if the optimizer treats the layers of a `Stack` as one tensor (see `per_layer`); if no weight is sharded
         although the mesh has an axis that shards weights; and, unless the model is abstract, if there are several
@@ -120,9 +121,17 @@ class TrainState:
         check_mesh_in_scope(creates=not abstract)
         mesh = mesh_of_devices("gtp_jax.TrainState.create")
         scaling: Any = first_scaling(model, recipe)
-        if offload is None:
-            store_evenly(model)
-        model_def, params, model_state, frozen = split_model(model)
+        stored, padded = evenly_stored(model) if offload is None else (model, [])
+        if padded:
+            shown = ", ".join(padded[:3]) + (", ..." if len(padded) > 3 else "")
+            warnings.warn(
+                f"the mesh divides no dimension of {shown}, so the state stores padded arrays, with zeros at their "
+                "ends, in equal parts. `train_step` does not count the zeros; updates of your own must be elementwise. "
+                "Create the model under `gtp_jax.layout.even_shares()` to pad it too, without this warning; under "
+                "`even_shares(False)`, its weights stay whole.",
+                stacklevel=2,
+            )
+        model_def, params, model_state, frozen = split_model(stored)
         warn_of_layers_as_one(optimizer, model_def, params)
         if (ranks := degrees(model_def.roles.weights)) > 1 and has_weights_to_shard(model):
             warnings.warn(

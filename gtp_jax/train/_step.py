@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
@@ -15,7 +14,7 @@ import optax
 
 from .._foreign import brief
 from .._words import ReduceOverDp
-from ..mesh import Roles, current_roles, degree, degrees, is_on_host, platform, with_paths
+from ..mesh import Roles, current_roles, degree, degrees, is_on_host, platform
 from ..recipes import Recipe, recipe_of_call
 from ._gradients import Computed, gradients, losses, mean_gradients
 from ._jit import Jitted
@@ -261,8 +260,8 @@ def loss_and_gradients(
     in scope and under `jax.jit`; outside `jax.jit` operations run one by one. The random bits of stochastic rounding
     and of adapters' dropout depend on `seed` and `state.step`: increment `state.step` after every update, or every step
     will use the same bits. What the model writes to its variables is discarded. If a weight is stored padded (see
-    `even_shares`), its gradient is padded with zeros, and a warning is issued. Your step must then update each element
-    by itself, as AdamW does; a mean over the array, for example, would count the padding.
+    `even_shares`), its gradient is padded with zeros. Your step must then update each element by itself, as AdamW does;
+    a mean over the array, for example, would count the padding.
 
     Raises:
         ValueError: if `microbatches`, `view`, `reduce_over_dp` or `pregathered_layers` has a value that `train_step`
@@ -284,23 +283,9 @@ def loss_and_gradients(
             "lose, because it returns no state. Train with `gtp_jax.train_step`, or pass `gtp_jax.FP8(matmuls=True)`, "
             "which scales each operand by its own amax."
         )
-    _warn_of_padding(state)
     computed = gradients(request._replace(recipe=chosen), state, batch)
     grads = mean_gradients(state.params, computed)
     return mean(computed.total, computed.tokens), grads
-
-
-def _warn_of_padding(state: TrainState) -> None:
-    padded = [".".join(path) for path, _ in with_paths(state.params) if path in state.model_def.padded]
-    if padded:
-        shown = ", ".join(padded[:3]) + (", ..." if len(padded) > 3 else "")
-        warnings.warn(
-            f"the mesh divides no dimension of {shown}, so the state stores padded arrays, and `loss_and_gradients` "
-            "returns gradients with zeros at their ends. Updates that are not elementwise, such as Adafactor's, would "
-            "count these zeros. Use `gtp_jax.train_step`, which does not; or create the model and the state under "
-            "`gtp_jax.layout.even_shares(False)`; or ignore this if your updates are elementwise, such as AdamW's.",
-            stacklevel=3,
-        )
 
 
 def _check_arguments(state: Any, batch: Tree, *_: Any) -> None:

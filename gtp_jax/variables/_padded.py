@@ -154,7 +154,7 @@ def _not_updated(metadata: dict[str, Any]) -> ValueError:
     return ValueError(
         f"{_padded_to(metadata)}, and an `nnx.Optimizer` or a call of `nnx.update` does not know which elements are "
         "padding. Train with `gtp_jax.TrainState` and `train_step`; pass `nnx.update` an array of the weight's own "
-        "shape; or create the model again, outside of `gtp_jax.layout.even_shares()`, and make no `TrainState` of it."
+        "shape; or create the model outside of `gtp_jax.layout.even_shares()`, and do not take it from a `TrainState`."
     )
 
 

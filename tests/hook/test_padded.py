@@ -112,6 +112,18 @@ def test_a_gradient_of_padded_weights_is_differentiated_again_as_on_one_device(x
     same(found[1], found[0])
 
 
+def test_the_first_dimension_is_padded_only_if_it_is_not_that_of_layers():
+    class Layers(nnx.Module):
+        def __init__(self, rngs):
+            self.layers = nnx.split_rngs(splits=20)(nnx.vmap(lambda rngs: nnx.Linear(64, 64, rngs=rngs)))(rngs)
+            self.one = nnx.LinearGeneral(20, (64, 64), use_bias=False, rngs=rngs)
+
+    with on(gtp=7):
+        model = gtp.nn.abstract_model(lambda rngs: gtp.shard(Layers(rngs), "layers", min_size=1))
+    stored = jax.tree.map(jnp.shape, nnx.as_pure(nnx.state(model)))
+    assert stored == {"layers": {"bias": (20, 70), "kernel": (20, 64, 70)}, "one": {"kernel": (21, 64, 64)}}
+
+
 class Writing(nnx.Module):
     """A model whose blocks write their weights, and which writes a weight that it holds itself."""
 

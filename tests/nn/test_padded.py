@@ -222,16 +222,17 @@ def test_own_layers_and_sharded_flax_layers_are_padded_together_and_train_as_on_
         with on(degree, at_once=False), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             model = gtp.shard(gtp.init(Mixed, nnx.Rngs(0)), blocks="layers.*")
-            whole = jax.tree.map(jnp.shape, nnx.as_pure(nnx.state(model)))
             state = gtp.TrainState.create(model, optimizer)
-            assert model.embed.table.shape == whole["embed"]["table"] == (34, 260)
-            assert model.layers[1].kernel.get_raw_value() is state.params["layers"]["1"]["kernel"]
+            assert model.embed.table.get_raw_value().shape == (34, 260), "the model stays as it was"
+            nnx.Optimizer(model, optimizer, wrt=nnx.Param)
             shapes = jax.tree.map(jnp.shape, state.params)
             state, metrics = gtp.train_step(loss_of_batch, optimizer)(state, tokens)
             found.append(jax.tree.map(np.asarray, (state.logical().params, metrics["loss"])))
     assert shapes["embed"]["table"] == (34, 266) and shapes["scale"] == (266, 26, 10), "the last mesh pads these"
     assert shapes["layers"]["1"]["kernel"] == (266, 260)
+    (told,) = {str(one.message) for one in caught if "state stores padded" in str(one.message)}
     assert not any("stays whole" in str(one.message) for one in caught)
+    assert re.search(naming("embed.table padded `train_step` even_shares(False)"), told)
     same(found[1], found[0], atol=1e-12)
 
 
