@@ -95,6 +95,25 @@ class Placement(layout.Placement):
             )
 
 
+def refuse_padded(variable: nnx.Variable) -> None:
+    """Raises an error if the variable of a weight that is not padded holds the padded array that a `TrainState` stores
+    of it, which the model's code would take for a longer weight.
+
+    Raises:
+        ValueError: if it does; the message names the weight, both shapes and the remedy.
+    """
+    placement, shape = variable.get_metadata().get("placement"), getattr(variable.get_raw_value(), "shape", None)
+    if placement is None or placement.even is None or shape is None or current_view() == "local":
+        return
+    stored = placement.even.array_shape
+    if tuple(shape) == stored or (len(stored) > 1 and tuple(shape) == stored[1:] != placement.shape[1:]):
+        raise ValueError(
+            f"the weight {'.'.join(path_of(variable))} of shape {placement.shape} holds an array of shape "
+            f"{tuple(shape)}, which a `gtp_jax.TrainState` has padded. Take the model from the state "
+            "(`state.model()`), or the arrays from `state.logical()`."
+        )
+
+
 def placement_of(variable: Any) -> Placement | None:
     """Returns the placement of the array that a variable holds, which may be a slice of the stored weight. Returns
     `None` for a variable without a placement, for one that has only copied a placement (`Placement.kind`), and for
@@ -104,7 +123,8 @@ def placement_of(variable: Any) -> Placement | None:
     tensor ranks, so each rank must compute with the whole weight.
 
     Raises:
-        ValueError: for the same reasons as `Placement.of_slice`, `Placement.check_padding` and `current_view`.
+        ValueError: for the same reasons as `refuse_padded`, `Placement.of_slice`, `Placement.check_padding` and
+            `current_view`.
     """
     placement = variable.get_metadata().get("placement") if isinstance(variable, nnx.Variable) else None
     if placement is None or type(variable) is not placement.kind:
@@ -115,6 +135,7 @@ def placement_of(variable: Any) -> Placement | None:
     if shape is None:
         return placement
     owner = f"the weight {'.'.join(path_of(variable))}"
+    refuse_padded(variable)
     found = placement.of_slice(shape, owner)
     owner = owner if found is placement else f"a slice of {owner}"
     found.check_padding(shape, owner, of_shard=current_view() == "local")

@@ -12,7 +12,7 @@ from ..mesh import current_view
 from ..weights import ModulePath
 from ._choice import name_of
 from ._path import path_of
-from ._placement import placement_of
+from ._placement import placement_of, refuse_padded
 from ._scope import is_within_unit
 
 # Where a shard is read, and what to do instead.
@@ -55,8 +55,9 @@ def refuse_read(variable: nnx.Variable, value: Any) -> Any:
 
     Raises:
         ValueError: in local view, if the value is only a rank's shard of the weight; or for the same reasons as
-            `current_view` and `placement_of`.
+            `current_view`, `refuse_padded` and `placement_of`.
     """
+    refuse_padded(variable)
     placement = placement_of(variable) if on_parts() else None
     if placement is not None and placement.gathered:
         where, remedy = _WITHIN_UNIT if is_within_unit() else _OUTSIDE

@@ -142,6 +142,12 @@ def check_shape(variable: Leaf, owner: str) -> None:
     ahead = len(shape) - len(layout.shape)
     if ahead not in (0, 1) or tuple(shape[ahead:]) != layout.array_shape:
         spec = stacked_spec(layout.spec, len(shape))
+        if layout.even is not None and tuple(shape[ahead:]) == layout.even.array_shape:
+            raise ValueError(
+                f"the weight of shape {layout.shape} of {owner} holds an array of shape {tuple(shape)}, which a "
+                "`gtp_jax.TrainState` has padded. Take the model from the state (`state.model()`), or the arrays from "
+                "`state.logical()`."
+            )
         raise ValueError(
             f"the weight of shape {layout.shape} of {owner} holds an array of shape {tuple(shape)}. Set an array of "
             "the weight's own shape, which is the logical one on every mesh: `kernel.set_value(array)`. "

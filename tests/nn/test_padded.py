@@ -236,6 +236,29 @@ def test_own_layers_and_sharded_flax_layers_are_padded_together_and_train_as_on_
     same(found[1], found[0], atol=1e-12)
 
 
+@pytest.mark.parametrize("layer", [gtp.Dense, nnx.Linear], ids=["own", "stock"])
+def test_padded_arrays_of_a_state_are_refused_in_a_model_that_is_not_padded(layer):
+    class Head(nnx.Module):
+        def __init__(self, rngs):
+            self.layer = layer(26, 34, use_bias=False, rngs=rngs)
+
+        def __call__(self, x):
+            return self.layer(x)
+
+    x = jnp.ones((7, 26))
+    with on(7, at_once=False):
+        model = gtp.init(Head, nnx.Rngs(0))
+        model = gtp.shard(model, "layer", min_size=1) if layer is nnx.Linear else model
+        wanted = np.asarray(model(x))
+        state = gtp.TrainState.create(model, optax.sgd(0.1))
+        same(state.model()(x), wanted, atol=1e-6)
+        nnx.update(model, state.logical().params)
+        same(model(x), wanted, atol=1e-6)
+        nnx.update(model, state.params)
+        with pytest.raises(ValueError, match=naming("(26, 34) padded `state.model()` `state.logical()`")):
+            model(x)
+
+
 def test_a_gradient_of_padded_weights_is_differentiated_again_as_on_one_device(x64):
     x, found = jax.random.normal(jax.random.key(0), (7, 26)), []
 
