@@ -100,9 +100,10 @@ class Holder(nnx.Module):
         return x + jnp.sum(self.w.gather() ** 2)
 
 
-def test_a_size_that_no_degree_divides_stays_whole_with_a_warning():
-    with mesh_in_scope("gtp 8"), pytest.warns(UserWarning, match=naming("(7, 5) whole gtp 8")):
-        gtp.Param(jnp.ones((7, 5)))
+def test_a_size_that_no_degree_divides_stays_whole_with_a_warning_where_nothing_pads_it():
+    with mesh_in_scope("gtp 8"), gtp.layout.even_shares(False):
+        with pytest.warns(UserWarning, match=naming("(7, 5) whole gtp 8")):
+            gtp.Param(jnp.ones((7, 5)))
 
 
 @pytest.mark.parametrize("mesh", others_full(["gtp 4 x tp 2", None], ["gtp 4 x tp 2"]))
