@@ -57,7 +57,7 @@ def _state(
     optimizer: optax.GradientTransformation,
     recipe: gtp.recipes.Recipe | None,
 ) -> gtp.TrainState:
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh), gtp.layout.even_shares(False):
         return gtp.TrainState.create(abstract_model(lambda rngs: Llama(config, rngs=rngs)), optimizer, recipe=recipe)
 
 

@@ -43,7 +43,7 @@ class Run:
     def begin(self, seed: int) -> gtp.TrainState:
         """A state at step 0."""
         config = LlamaConfig(**{**SIZES, "dtype": "float32"})
-        with jax.set_mesh(self.place.mesh()):
+        with jax.set_mesh(self.place.mesh()), gtp.layout.even_shares(False):
             model = gtp.init(lambda rngs: Llama(config, rngs=rngs), nnx.Rngs(seed))
             return gtp.TrainState.create(model, self.optimizer, recipe=self.recipe)
 
