@@ -8,7 +8,7 @@ the other does:
   memory, in a transfer or in a decoder, and copies of an array that differ. It says nothing of a file that no value
   depends on, and cannot be compared if a file cannot be decoded.
 - A file has its size and a checksum of its bytes: `sums.json` records those of the arrays' files (`_sums.py`), the
-  manifest those of the files stored beside them (`_side_files.py`). Comparing them takes no decoder and no device. It
+  manifest those of the files stored with them (`_side_files.py`). Comparing them takes no decoder and no device. It
   finds every byte that has changed on disk, names the file, and proves that a failed read is due to damage. It knows
   nothing of what happened before the bytes were written.
 

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 
 from .. import layout
 from ..mesh import current_view
+from ..variables import padded_by_state
 from ._path import path_of
 
 
@@ -107,11 +108,7 @@ def refuse_padded(variable: nnx.Variable) -> None:
         return
     stored = placement.even.array_shape
     if tuple(shape) == stored or (len(stored) > 1 and tuple(shape) == stored[1:] != placement.shape[1:]):
-        raise ValueError(
-            f"the weight {'.'.join(path_of(variable))} of shape {placement.shape} holds an array of shape "
-            f"{tuple(shape)}, which a `gtp_jax.TrainState` has padded. Take the model from the state "
-            "(`state.model()`), or the arrays from `state.logical()`."
-        )
+        raise padded_by_state(f"the weight {'.'.join(path_of(variable))} of shape {placement.shape}", tuple(shape))
 
 
 def placement_of(variable: Any) -> Placement | None:

@@ -30,7 +30,7 @@ from ..mesh import (
     stacked_spec,
     use_roles,
 )
-from ..variables import Leaf, is_variable, leaves_of, raw_value, split_nodes
+from ..variables import Leaf, is_variable, leaves_of, padded_by_state, raw_value, split_nodes
 from ..weights import Beside, Gathered, Holds, Scaling, Stored, codes_specs, forget_after, on_ranks, ranks_spec
 from ._attributes import attributes_of, refuse_set_attributes
 from ._cache import Cache
@@ -143,11 +143,7 @@ def check_shape(variable: Leaf, owner: str) -> None:
     if ahead not in (0, 1) or tuple(shape[ahead:]) != layout.array_shape:
         spec = stacked_spec(layout.spec, len(shape))
         if layout.even is not None and tuple(shape[ahead:]) == layout.even.array_shape:
-            raise ValueError(
-                f"the weight of shape {layout.shape} of {owner} holds an array of shape {tuple(shape)}, which a "
-                "`gtp_jax.TrainState` has padded. Take the model from the state (`state.model()`), or the arrays from "
-                "`state.logical()`."
-            )
+            raise padded_by_state(f"the weight of shape {layout.shape} of {owner}", tuple(shape))
         raise ValueError(
             f"the weight of shape {layout.shape} of {owner} holds an array of shape {tuple(shape)}. Set an array of "
             "the weight's own shape, which is the logical one on every mesh: `kernel.set_value(array)`. "

@@ -1,4 +1,4 @@
-"""Tells of skipped steps on the host, because a compiled step can neither raise an error nor warn."""
+"""Reports skipped steps on the host, because a compiled step can neither raise an error nor warn."""
 
 from __future__ import annotations
 

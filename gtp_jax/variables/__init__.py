@@ -6,6 +6,7 @@ from ._padded import RefuseLinen as RefuseLinen
 from ._padded import even_layout as even_layout
 from ._padded import logical_shape as logical_shape
 from ._padded import make_padded as make_padded
+from ._padded import padded_by_state as padded_by_state
 from ._padded import padded_layout as padded_layout
 from ._padded import refuse_optimizer as refuse_optimizer
 from ._padded import store_even as store_even

@@ -169,8 +169,8 @@ def make_padded(param: nnx.Variable, placement: Placement) -> None:
         param: a parameter of the class `nnx.Param` or `PaddedParam`.
         placement: how it is stored, without a first dimension that a loop may slice.
     """
-    object.__setattr__(param, "__class__", PaddedParam)
-    param.set_metadata(padded=placement, on_create_value=refuse_optimizer, linen_meta_type=RefuseLinen)
+    param.set_metadata(padded=placement)
+    _become_padded(param)
 
 
 def even_layout(variable: nnx.Variable) -> AnyLayout | None:
@@ -195,15 +195,33 @@ def store_even(param: nnx.Variable) -> None:
     param.set_metadata(layout=even.matrix if isinstance(even, ArrayLayout) else even)
     if metadata.get("out_sharding") is not None:
         param.set_metadata(out_sharding=tuple(stacked_spec(even.spec, value.ndim)))
-    param.set_metadata(on_create_value=refuse_optimizer, linen_meta_type=RefuseLinen)
-    if not isinstance(param, Padded):
-        object.__setattr__(param, "__class__", PaddedParam)
+    _become_padded(param)
     if isinstance(value, jax.ShapeDtypeStruct):
         spec, shape = stacked_spec(even.spec, value.ndim), padded_shape(value.shape, even)
         placed = isinstance(value.sharding, NamedSharding)
         sharding = NamedSharding(value.sharding.mesh, spec) if placed else value.sharding
         value = jax.ShapeDtypeStruct(shape, value.dtype, sharding=sharding)
     param.set_raw_value(value)
+
+
+def _become_padded(param: nnx.Variable) -> None:
+    """Gives a parameter the class and the hooks of one that is stored padded."""
+    if not isinstance(param, Padded):
+        object.__setattr__(param, "__class__", PaddedParam)
+    param.set_metadata(on_create_value=refuse_optimizer, linen_meta_type=RefuseLinen)
+
+
+def padded_by_state(weight: str, shape: tuple[int, ...]) -> ValueError:
+    """Returns the error for a weight that is not padded, and whose variable holds the padded array of a `TrainState`.
+
+    Args:
+        weight: the weight, as the message names it.
+        shape: the shape of the array.
+    """
+    return ValueError(
+        f"{weight} holds an array of shape {shape}, which a `gtp_jax.TrainState` has padded. Take the model from the "
+        "state (`state.model()`), or the arrays from `state.logical()`."
+    )
 
 
 def padded_layout(variable: nnx.Variable) -> AnyLayout | None:
