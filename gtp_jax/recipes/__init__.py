@@ -1,5 +1,8 @@
 """Recipes: what is quantized, and how. A recipe is small, frozen, and given once for a whole model."""
 
+from ._phases import Phases as Phases
+from ._phases import recipe_at as recipe_at
+from ._phases import recipes_of as recipes_of
 from ._recipe import BF16 as BF16
 from ._recipe import EXCLUDED as EXCLUDED
 from ._recipe import FP8 as FP8

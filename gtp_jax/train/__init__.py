@@ -30,6 +30,7 @@ from ._options import GPU_OPTIONS_WITH_TP as GPU_OPTIONS_WITH_TP
 from ._options import accepts as accepts
 from ._options import compile_options as compile_options
 from ._per_layer import per_layer as per_layer
+from ._phased import Phased as Phased
 from ._request import Request as Request
 from ._request import View as View
 from ._rows import check_numbers as check_numbers

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from ..mesh import degrees, of_all_processes, on_device, with_paths
-from ..recipes import Recipe, recipe_of_call
+from ..recipes import Phases, Recipe, recipe_at, recipe_of_call
 from ._gradients import gradients, mean_gradients
 from ._loss import Loss, mean
 from ._memory import check_values
@@ -80,7 +80,7 @@ def diagnose(
     batch: Tree,
     *,
     has_aux: bool = False,
-    recipe: Recipe | None = None,
+    recipe: Recipe | Phases | None = None,
     view: View = "global",
     seed: int = 0,
 ) -> Diagnosis:
@@ -102,10 +102,11 @@ def diagnose(
         TypeError: if `loss` is not callable, or returns anything other than `train_step` allows; if `state` is not a
             `TrainState`; or if `recipe` is not a recipe.
     """
-    request = Request(loss, view, has_aux, 1, recipe, seed=seed).checked()
-    request = request._replace(recipe=recipe_of_call(recipe))
     check_state(state)
     check_values(state)
+    recipe = recipe_at(recipe, int(state.step)) if isinstance(recipe, Phases) else recipe
+    request = Request(loss, view, has_aux, 1, recipe, seed=seed).checked()
+    request = request._replace(recipe=recipe_of_call(recipe))
     state = dataclasses.replace(state, params=on_device(state.params))
     flags, names = _finite_leaves(state.params)
     if not flags.all():

@@ -30,7 +30,7 @@ from ..mesh import (
     with_paths,
 )
 from ..nn import ModelDef, split_model
-from ..recipes import Recipe, check_recipe
+from ..recipes import Phases, Recipe, check_recipe, recipe_at
 from ._host_memory import choose
 from ._layers_as_one import warn_of_layers_as_one
 from ._memory import check_held, distinct
@@ -80,7 +80,7 @@ class TrainState:
         model: nnx.Module,
         optimizer: optax.GradientTransformation,
         *,
-        recipe: Recipe | None = None,
+        recipe: Recipe | Phases | None = None,
         offload: Offloaded | None = None,
     ) -> TrainState:
         """Returns the state at step 0, whose parameters are the model's own arrays. Allocates nothing if the model is
@@ -98,7 +98,7 @@ class TrainState:
             model: the model.
             optimizer: any optax optimizer.
             recipe: the recipe of the step. It matters only if it has delayed scaling (`gtp_jax.recipes.FP8Delayed`),
-                whose amaxes the state keeps.
+                whose amaxes the state keeps. `Phases` have none.
             offload: what the host's memory holds between steps. `"optimizer"`: the arrays of the optimizer's state that
                 have a parameter's shape. `"masters"`: these and the parameters; a step copies the parameters to the
                 device before it computes. Steps update such arrays in blocks, so their updates must be elementwise.
@@ -116,6 +116,7 @@ class TrainState:
         """
         _check_model(model)
         check_optimizer(optimizer)
+        recipe = recipe_at(recipe, 0)
         check_recipe(recipe)
         abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(nnx.state(model)))
         check_mesh_in_scope(creates=not abstract)

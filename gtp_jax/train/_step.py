@@ -15,13 +15,14 @@ import optax
 from .._foreign import brief
 from .._words import ReduceOverDp
 from ..mesh import Roles, current_roles, degree, degrees, is_on_host, platform
-from ..recipes import Recipe, recipe_of_call
+from ..recipes import Phases, Recipe, recipe_of_call, recipes_of
 from ._gradients import Computed, gradients, losses, mean_gradients
 from ._jit import Jitted
 from ._loss import Loss, mean
 from ._memory import check_values
 from ._optimizer import check_optimizer
 from ._options import check_excess_precision, compile_options
+from ._phased import Phased
 from ._request import Request, View
 from ._rows import check_numbers
 from ._skips import Skips
@@ -67,7 +68,7 @@ def train_step(
     microbatches: int = 1,
     max_grad_norm: float | None = None,
     skip_nonfinite: bool = True,
-    recipe: Recipe | None = None,
+    recipe: Recipe | Phases | None = None,
     pregathered_layers: int | Literal["all"] = 0,
     reduce_over_dp: ReduceOverDp = "each",
     view: View = "global",
@@ -118,7 +119,8 @@ def train_step(
             scales the loss.
         recipe: what is quantized, such as `gtp_jax.NVFP4()`. By default, the recipe that is in scope (`use_recipe`)
             when the step is called; the one in scope when the step is made does not matter. One step may be called
-            under several recipes; it is compiled for each with that recipe's XLA options.
+            under several recipes; it is compiled for each with that recipe's XLA options. `gtp_jax.recipes.Phases`
+            changes the recipe at given steps; each phase is traced before the first step, and compiled when it begins.
         pregathered_layers: the number of layers of each stack that are gathered in advance, or `"all"`. Their codes
             (quantized weights) are gathered once per step, before the microbatches, and reused in all passes. The other
             layers are gathered in each pass. The count starts at the first layer that is sent as codes, after the
@@ -167,51 +169,58 @@ def train_step(
             parameter is an integer or boolean array, if `loss` returns anything other than described above, or if the
             optimizer's update requires an argument that a step does not have.
     """
-    request = Request(loss, view, has_aux, microbatches, recipe, pregathered_layers, seed, reduce_over_dp).checked()
     check_optimizer(optimizer)
     if max_grad_norm is not None and not (_is_number(max_grad_norm) and 0 < max_grad_norm < math.inf):
         raise ValueError(
             f"`max_grad_norm` is {brief(max_grad_norm)}; it must be a finite number above 0, or `None` for no limit."
         )
-    if replicas is not None and recipe is not None and recipe.delays:
+    if replicas is not None and isinstance(recipe, Phases):
         raise ValueError(
-            f"`recipe` is a {type(recipe).__name__} with delayed scaling, which a step over `replicas` does not "
-            "support. Pass `gtp_jax.FP8(matmuls=True)`, which scales each operand by its own amax."
+            "`recipe` is a `Phases`, which a step over `replicas` does not support. Pass the recipe of one phase, and "
+            "make another step when the next begins."
         )
-
-    def step(state: TrainState, batch: Tree, skip: jax.Array | None = None) -> tuple[TrainState, dict[str, Any]]:
-        check_state(state)
-        chosen = request._replace(recipe=recipe_of_call(recipe))
-        computed = gradients(chosen, state, batch)
-        after, metrics = updated(
-            state,
-            computed,
-            optimizer,
-            max_grad_norm=max_grad_norm,
-            skip_nonfinite=skip_nonfinite,
-            skip=skip,
-            recipe=chosen.recipe,
-            compute=lambda params: gradients(chosen, dataclasses.replace(state, params=params), batch),
-        )
-        return after, {**_metrics(computed, state, view, has_aux), **metrics}
-
-    options = lambda *args: _options(compiler_options, recipe_of_call(recipe), view, *args)  # noqa: E731
     limits: Any = {"max_grad_norm": max_grad_norm, "skip_nonfinite": skip_nonfinite}
-    own = None if replicas is None else replicas.own_step(request, optimizer, **limits, options=options)
     skips = Skips()
 
     def after(args: tuple[Any, ...], result: tuple[TrainState, dict[str, Any]]) -> None:
         if skip_nonfinite and (len(args) == 2 or args[2] is None):
-            skips.note(result[1]["skipped"], stacklevel=4)
+            skips.note(result[1]["skipped"], stacklevel=4 if not isinstance(recipe, Phases) else 5)
 
-    return Jitted(step, options, donate_argnums=(0,), check=_check_arguments, after=after) if own is None else own
+    def of(recipe: Recipe | None) -> Any:
+        request = Request(loss, view, has_aux, microbatches, recipe, pregathered_layers, seed, reduce_over_dp).checked()
+        if replicas is not None and recipe is not None and recipe.delays:
+            raise ValueError(
+                f"`recipe` is a {type(recipe).__name__} with delayed scaling, which a step over `replicas` does not "
+                "support. Pass `gtp_jax.FP8(matmuls=True)`, which scales each operand by its own amax."
+            )
+
+        def step(state: TrainState, batch: Tree, skip: jax.Array | None = None) -> tuple[TrainState, dict[str, Any]]:
+            check_state(state)
+            chosen = request._replace(recipe=recipe_of_call(recipe))
+            computed = gradients(chosen, state, batch)
+            after, metrics = updated(
+                state,
+                computed,
+                optimizer,
+                **limits,
+                skip=skip,
+                recipe=chosen.recipe,
+                compute=lambda params: gradients(chosen, dataclasses.replace(state, params=params), batch),
+            )
+            return after, {**_metrics(computed, state, view, has_aux), **metrics}
+
+        options = lambda *args: _options(compiler_options, recipe_of_call(recipe), view, *args)  # noqa: E731
+        own = None if replicas is None else replicas.own_step(request, optimizer, **limits, options=options)
+        return Jitted(step, options, donate_argnums=(0,), check=_check_arguments, after=after) if own is None else own
+
+    return Phased(recipe, map(of, recipes_of(recipe))) if isinstance(recipe, Phases) else of(recipe)
 
 
 def eval_step(
     loss: Loss,
     *,
     has_aux: bool = False,
-    recipe: Recipe | None = None,
+    recipe: Recipe | Phases | None = None,
     view: View = "global",
     compiler_options: dict[str, Any] | None = None,
 ) -> Callable[[TrainState, Tree], dict[str, Any]]:
@@ -231,15 +240,19 @@ def eval_step(
         TypeError: if `loss` is not callable or `recipe` is not a recipe. By the evaluation, if `state` is not a
             `TrainState`, or if `loss` returns anything other than `train_step` allows.
     """
-    request = Request(loss, view, has_aux, 1, recipe).checked()
 
-    def step(state: TrainState, batch: Tree) -> dict[str, Any]:
-        check_state(state)
-        computed = losses(request._replace(recipe=recipe_of_call(recipe)), state, batch)
-        return _metrics(computed, state, view, has_aux)
+    def of(recipe: Recipe | None) -> Any:
+        request = Request(loss, view, has_aux, 1, recipe).checked()
 
-    options = lambda *args: _options(compiler_options, recipe_of_call(recipe), view, *args)  # noqa: E731
-    return Jitted(step, options, check=_check_arguments)
+        def step(state: TrainState, batch: Tree) -> dict[str, Any]:
+            check_state(state)
+            computed = losses(request._replace(recipe=recipe_of_call(recipe)), state, batch)
+            return _metrics(computed, state, view, has_aux)
+
+        options = lambda *args: _options(compiler_options, recipe_of_call(recipe), view, *args)  # noqa: E731
+        return Jitted(step, options, check=_check_arguments)
+
+    return Phased(recipe, map(of, recipes_of(recipe))) if isinstance(recipe, Phases) else of(recipe)
 
 
 def loss_and_gradients(

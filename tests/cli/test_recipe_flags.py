@@ -65,6 +65,24 @@ def test_mistakes_are_refused_before_anything_is_made(words, text, tmp_path, cap
         refused(capsys, message, "bench", "step", "--contenders", "gtp_jax bf16", *words.split())
 
 
+OF_PHASES = {
+    "--recipe-from 2=fp6": "`recipe_from` '2=fp6' STEP=RECIPE 9000=bf16 fp8-matmuls",
+    "--recipe-from 2": "`recipe_from` '2' STEP=RECIPE",
+    "--recipe-from 4=bf16 2=fp8": "`recipe_from` 4, 2 after `recipe`",
+    "--recipe-from 0=bf16": "`recipe_from` 0 after `recipe`",
+    "--recipe-from 8=bf16": "`recipe_from` '8=bf16' `steps` 8 earlier",
+    "--recipe-from 2=fp8-delayed": "FP8Delayed amaxes",
+    "--recipe nvfp4 --recipe-from 2=fp8 --override mlp.dwn=fp8": "'mlp.dwn'",
+    "--recipe-from 2=bf16 --dp=2 --gtp=2 --tp=2 --failed-devices=7": "`recipe_from` replicas --recipe-from failures",
+}
+
+
+@pytest.mark.parametrize("words", OF_PHASES)
+def test_recipes_that_cannot_follow_each_other_are_refused_before_anything_is_made(words, text, tmp_path, capsys):
+    refused(capsys, OF_PHASES[words], "train", *small(text, tmp_path / "run", num_layers=None), *words.split())
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.slow
 def test_a_run_with_delayed_scaling_resumes_as_if_it_had_not_stopped(tmp_path, capsys):
     run, again = tmp_path / "run", tmp_path / "again"

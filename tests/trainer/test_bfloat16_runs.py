@@ -16,6 +16,7 @@ KINDS = {
     "mixture": ["--preset=tiny-moe", "--gtp=4", "--ep=2"],
     "NVFP4 on the wire": ["--gtp=8", "--recipe=nvfp4"],
     "FP8 matmuls": ["--gtp=8", "--recipe=fp8-matmuls"],
+    "changing recipes": ["--gtp=8", "--recipe=nvfp4-matmuls", "--recipe-from", "3=fp8-matmuls", "7=bf16"],
     "Muon": ["--gtp=8", "--optimizer=muon"],
     "unequal replicas": ["--dp=2", "--gtp=2", "--tp=2", "--failed-devices=7"],
     "offload": ["--gtp=8", "--remat=offload-matmuls"],

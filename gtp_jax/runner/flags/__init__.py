@@ -21,6 +21,7 @@ from ._model_sizes import ModelSizes as ModelSizes
 from ._model_sizes import sizes_of as sizes_of
 from ._parallelism import Parallelism as Parallelism
 from ._quantization import Quantization as Quantization
+from ._quantization import begin_of_phase as begin_of_phase
 from ._settings_file import VERSION_KEY as VERSION_KEY
 from ._settings_file import read_settings as read_settings
 from ._settings_file import write_settings as write_settings

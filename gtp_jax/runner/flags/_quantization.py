@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 from ..._words import GRAD_WIRE_NAMES, RECIPE_NAMES
 from ._knobs import as_tuple, check_knobs, count_or, flag_of, knob
 
 if TYPE_CHECKING:
-    from ...recipes import Recipe
+    from ...recipes import Phases, Recipe
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,6 +71,26 @@ class Quantization:
         if self.flags:
             self.to_recipe()  # checks the others
 
+    def with_phases(self, texts: Sequence[str]) -> Phases:
+        """Returns the recipe that these options name, and those that follow it, with the same other options.
+
+        Args:
+            texts: the first step and the name of each recipe, as STEP=RECIPE.
+
+        Raises:
+            ValueError: if a text is not of this form, or the steps do not ascend from 1 on.
+        """
+        from ...recipes import Phases
+
+        begins = [(0, self.recipe), *map(begin_of_phase, texts)]
+        starts = [start for start, _ in begins]
+        if any(after <= before for before, after in itertools.pairwise(starts)):
+            raise ValueError(
+                f"`recipe_from` begins at the steps {', '.join(map(str, starts[1:]))}; each must be after the one "
+                "before it, and the first after step 0, at which `recipe` begins."
+            )
+        return Phases(tuple((start, dataclasses.replace(self, recipe=name).to_recipe()) for start, name in begins))
+
     def to_recipe(self) -> Recipe:
         """Returns the recipe that these options name."""
         from ...recipes import RECIPES
@@ -105,6 +127,21 @@ class Quantization:
             if value != field.default:
                 words += [flag_of(field), *value] if isinstance(value, tuple) else [f"{flag_of(field)}={value}"]
         return tuple(words)
+
+
+def begin_of_phase(text: str) -> tuple[int, str]:
+    """Returns the first step of a phase and the name of its recipe, of STEP=RECIPE.
+
+    Raises:
+        ValueError: if the text is not of this form, or names no recipe.
+    """
+    start, _, name = text.partition("=")
+    if not (start.isascii() and start.isdigit()) or name not in RECIPE_NAMES:
+        raise ValueError(
+            f"`recipe_from` has {text!r}; it must be STEP=RECIPE, such as 9000=bf16: the number of a step, and one of "
+            f"{', '.join(RECIPE_NAMES)}."
+        )
+    return int(start), name
 
 
 def _override(text: str) -> tuple[str, Recipe]:

@@ -48,7 +48,7 @@ from ._loss_chunk import choose_loss_chunk
 from ._meshes import Meshes, ReplicaLoader, make_meshes, without_sequence_parallelism
 from ._offloaded import check_offloaded
 from ._optimizer import learning_rate, on_this_process, optimizer_of
-from ._programs import memory_of
+from ._programs import compiled, memory_of
 from ._resume import resume_from
 from ._same_text import check_same_text, stored_text
 from ._samples import sample
@@ -180,7 +180,7 @@ class FamilyTask(SettingsTask):
             sample=functools.partial(sample, config, model, corpus) if writes else None,
             stored=lambda state, position: stored,
             files=origin.files,
-            recipe=config.quantization.to_recipe(),
+            recipe=config.recipe,
             check_batch=self._check_ids,
             diagnose=functools.partial(self._diagnose, compiled.loss),
             learning_rate=functools.partial(on_this_process, learning_rate(config)),
@@ -336,7 +336,7 @@ def compile_step(
         programs, run = step.compile(state, train.at(0)), step
         evaluation = functools.partial(_on_core, evaluate, step.tell, with_whole_sequences(state.model_def))
     else:
-        run = step.lower(state, train.at(0), never_skip(meshes.mesh)).compile()  # pyright: ignore[reportFunctionMemberAccess]
+        run = compiled(step, state, train.at(0), never_skip(meshes.mesh))
         programs, evaluation = {"one step": run}, evaluate
     return Compiled(loss, train, run, evaluation, time.perf_counter() - began, memory_of(programs, state))
 

@@ -44,7 +44,7 @@ def heading(config: TrainConfig, model: ModelConfig, meshes: Meshes, held: Held,
         f"mesh    {_devices(meshes)} {kind}"
         f"{f' of {jax.process_count()} processes' if jax.process_count() > 1 else ''}\n"
         f"state   {held}\n"
-        f"recipe  {config.quantization.summary}\n"
+        f"recipe  {config.recipe_in_words}\n"
         f"{text_in_words(config, corpus, unigram, packed)}"
     )
 

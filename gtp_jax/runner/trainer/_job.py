@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from ... import hlo
 from ...mesh import on_device
 from ...models import evaluation_weights
-from ...recipes import Recipe
+from ...recipes import Phases, Recipe
 from ...train import TrainState
 from ._divergence import Divergence, Place
 
@@ -109,7 +109,7 @@ class Job:
     sample: Callable[[TrainState], str] | None = None
     stored: Callable[[TrainState, int], dict[str, Any]] = lambda state, position: {}
     files: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
-    recipe: Recipe | None
+    recipe: Recipe | Phases | None
     check_batch: Callable[[Any], None] = lambda batch: None
     diagnose: Callable[[TrainState, Any], str] = lambda state, batch: ""
     learning_rate: Callable[[int], float] | None

@@ -21,6 +21,7 @@ import jax
 
 from ...checkpoint import Checkpoints
 from ...models import saved_evaluation
+from ...recipes import Phases
 from ...train import TrainState, never_skip
 from .._exit_codes import out_of_memory
 from ._divergence import Diverged, Place, is_spike
@@ -313,7 +314,10 @@ class _Loop:
                 )
             job, stored = self._job, self._job.stored(self._state, self._place.position)
             extra = {**stored, **self._place.extra(), **saved_evaluation(self._state.opt_state)}
-            target.save(step, self._state, extra, loss=self._losses.get(step), recipe=job.recipe, files=job.files)
+            recipe = job.recipe
+            if isinstance(recipe, Phases):
+                recipe = recipe.at(max(0, int(self._state.step) - 1))
+            target.save(step, self._state, extra, loss=self._losses.get(step), recipe=recipe, files=job.files)
         self._interrupt.saved(time.perf_counter() - began)
         self._watch.doing("step", step)
         return True

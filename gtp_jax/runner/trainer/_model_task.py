@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from ..._words import Offloaded
 from ...checkpoint import Checkpoints
 from ...mesh import Roles, of_all_processes, use_roles
-from ...recipes import Recipe
+from ...recipes import Phases, Recipe
 from ...train import Loss, TrainState, View, diagnose, eval_step, never_skip, train_step
 from ..launch import Launch
 from ._agreement import check_devices
@@ -93,7 +93,7 @@ class Definition:
     evaluate: Callable[[nnx.Module, EvaluateBatch], Evaluation] | None
     per_step: tuple[int, str]
     schedule: Callable[[Any], Any] | None
-    recipe: Recipe | None
+    recipe: Recipe | Phases | None
     recipe_in_words: str
     view: View
     microbatches: int

@@ -32,6 +32,7 @@ from ...models import (
 )
 from ...nn import abstract_model
 from ...ops import check_ids
+from ...recipes import recipes_of
 from ..data import Corpus, same_tokenizer
 from ..flags import flag_of, knobs, sizes_of
 from ._tokenizer import name_of_tokenizer, read_origin
@@ -302,7 +303,9 @@ def check_fits(config: TrainConfig, model: ModelConfig, mesh: Mesh) -> None:
     """
     with jax.set_mesh(mesh):
         if config.adapters is None:
-            explain(abstract_model(lambda rngs: build(model, rngs=rngs)), config.quantization.to_recipe())
+            like = abstract_model(lambda rngs: build(model, rngs=rngs))
+            for recipe in recipes_of(config.recipe):
+                explain(like, recipe)
         else:
             abstract_model(lambda rngs: config.adapt(build(model, rngs=rngs), rngs))
 

@@ -30,6 +30,7 @@ from ..flags import (
     Parallelism,
     Quantization,
     as_tuple,
+    begin_of_phase,
     check_knobs,
     flag_of,
     from_settings,
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 
     from ...models import Adapters, ModelConfig
     from ...nonuniform import FaultPlan
-    from ...recipes import Recipe
+    from ...recipes import Phases, Recipe
 
 # The default number of devices without a GPU, unless the degrees require another.
 VIRTUAL_DEVICES = 8
@@ -172,6 +173,15 @@ class TrainConfig:
     experts: ExpertOptions = piece(ExpertOptions)
     adapted: AdapterOptions = piece(AdapterOptions)
     quantization: Quantization = piece(Quantization)
+    recipe_from: tuple[str, ...] = knob(
+        (),
+        "recipe",
+        "change --recipe at steps, such as 9000=bf16 for the last part of a run; all programs are compiled before the "
+        "first step",
+        kind=str,
+        metavar="STEP=RECIPE",
+        nargs="+",
+    )
     data: tuple[str, ...] = knob(
         (),
         "text",
@@ -344,7 +354,7 @@ class TrainConfig:
     )
 
     def __post_init__(self) -> None:
-        as_tuple(self, "data", "eval_data", "log_to")
+        as_tuple(self, "data", "eval_data", "log_to", "recipe_from")
         check_knobs(self)
         object.__setattr__(self, "log_to", tuple(dict.fromkeys(self.log_to)))
         if self.eval_data and not self.eval_every:
@@ -356,6 +366,8 @@ class TrainConfig:
             object.__setattr__(self, "preset", _PRESET)
         if self.adapters is not None:
             self._check_adapters()
+        if self.recipe_from:
+            self._check_phases()
         if self.average is not None and self.average >= 1:
             raise ValueError(f"`average` is {self.average}; it must be a number between 0 and 1, such as 0.999.")
         if self.optimizer == _SCHEDULE_FREE and self.schedule not in (None, "constant"):
@@ -413,6 +425,21 @@ class TrainConfig:
                     f"host's memory are updated in blocks. {remedy}, or remove --offload."
                 )
 
+    def _check_phases(self) -> None:
+        """Refuses recipes that change where something else decides the recipe, or that make no phases."""
+        for wrong, what, remedy in (
+            (self.adapters is not None, "a frozen base keeps the codes that --recipe gives it", "--lora"),
+            (self.faults.any, "replicas of unequal degree run one recipe", "the flags of failures"),
+        ):
+            if wrong:
+                raise ValueError(f"`recipe_from` changes the recipe, but {what}. Remove --recipe-from, or {remedy}.")
+        last = begin_of_phase(self.recipe_from[-1])[0]
+        if last >= self.steps:
+            raise ValueError(
+                f"`recipe_from` has {self.recipe_from[-1]!r}, but `steps` is {self.steps}. Choose an earlier step."
+            )
+        self.recipe  # noqa: B018  checks that the steps ascend
+
     def _check_adapters(self) -> None:
         if self.from_ is None:
             raise ValueError(
@@ -444,9 +471,19 @@ class TrainConfig:
         return self.adapted.adapters
 
     @property
-    def step_recipe(self) -> Recipe | None:
+    def recipe(self) -> Recipe | Phases:
+        """The recipe, or those that follow one another."""
+        return self.quantization.with_phases(self.recipe_from) if self.recipe_from else self.quantization.to_recipe()
+
+    @property
+    def recipe_in_words(self) -> str:
+        """The recipe and its options, in one line."""
+        return ", ".join([self.quantization.summary, *(f"from step {text}" for text in self.recipe_from)])
+
+    @property
+    def step_recipe(self) -> Recipe | Phases | None:
         """The recipe of the training step; `None` with adapters, whose frozen model is quantized only once."""
-        return self.quantization.to_recipe() if self.adapters is None else None
+        return self.recipe if self.adapters is None else None
 
     def adapt[M: nnx.Module](self, model: M, rngs: nnx.Rngs) -> M:
         """Returns the model to train: with adapters, and frozen as the recipe says, if the run trains adapters."""

@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 from ..._foreign import brief, printable
 from ..._words import Offloaded
 from ...mesh import Roles, current_roles, default_roles, make_mesh, of_all_processes
-from ...recipes import Recipe
+from ...recipes import Phases, Recipe
 from ...train import Loss, TrainState, View, train_step
 from ..flags import from_settings, knobs, settings_of
 from ..launch import Launch, host_of_first
@@ -105,7 +105,7 @@ class Trainer:
         ep: the number of ranks that divide experts; 1 by default.
         tp: the tensor-parallel degree; 1 by default.
         microbatches: the number of parts of a batch that run one after another.
-        recipe: what is quantized, such as `gtp_jax.NVFP4()`.
+        recipe: what is quantized, such as `gtp_jax.NVFP4()`; `gtp_jax.recipes.Phases` change it at given steps.
         view: the view of the loss, as in `train_step`.
         offload: what the host's memory holds between steps, as in `TrainState.create`.
         max_grad_norm: the norm to which larger gradients are scaled down; `None` for no limit.
@@ -151,7 +151,7 @@ class Trainer:
         ep: int | None = None,
         tp: int | None = None,
         microbatches: int = 1,
-        recipe: Recipe | None = None,
+        recipe: Recipe | Phases | None = None,
         view: View = "global",
         offload: Offloaded | None = None,
         max_grad_norm: float | None = None,
@@ -254,7 +254,7 @@ class _ProgramTask(ModelTask):
         optimizer: optax.GradientTransformation,
         data: DataSet,
         mesh: Mesh,
-        recipe: Recipe | None,
+        recipe: Recipe | Phases | None,
         view: View,
         schedule: Callable[[Any], Any] | None,
         eval_data: DataSet | None,

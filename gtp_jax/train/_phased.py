@@ -1,0 +1,104 @@
+"""Runs a step whose recipe depends on the number of the step.
+
+[Note: phases] The number of a step is on the device, and reading it waits for the step before. The host therefore
+reads it only where it must. After a read, it knows bounds: a step adds one to the number, or zero if it is skipped. As
+long as both bounds are in one phase, so is the number.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ..recipes import Phases
+from ._jit import Jitted
+from ._state import TrainState, check_state
+
+
+class Phased:
+    """A function of a state, `(state, ...)`, that is compiled once for the recipe of each phase.
+
+    If an argument is traced, as in an outer `jax.jit`, all phases are parts of one program, which chooses by the
+    state's `step`.
+
+    Args:
+        phases: the phases.
+        by_phase: the functions of the phases, in order; see `Jitted`.
+    """
+
+    def __init__(self, phases: Phases, by_phase: Iterable[Any]) -> None:
+        self.phases, self.by_phase = phases, tuple(by_phase)
+        self._known: tuple[weakref.ref[Any], int, int] | None = None  # a state's step, and its bounds
+        self._checked = False
+
+    def __call__(self, state: TrainState, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((state, args, kwargs))):
+            starts = jnp.asarray(self.phases.starts[1:], jnp.int32)
+            return lax.switch(
+                jnp.sum(state.step >= starts),
+                [lambda state, args, one=one: one(state, *args, **kwargs) for one in self.by_phase],
+                state,
+                args,
+            )
+        check_state(state)
+        step, low, high = self._bounds(state)
+        run = self.by_phase[self.phases.number(low)]
+        if not self._checked:
+            # A phase that cannot be traced is refused now, and not when it begins.
+            for one in self.by_phase:
+                if one is not run and isinstance(one, Jitted):
+                    one.eval_shape(state, *args, **kwargs)
+        result = run(state, *args, **kwargs)
+        self._checked = True
+        after = result[0] if isinstance(result, tuple) else None
+        if isinstance(after, TrainState):
+            self._known = weakref.ref(after.step), low, high + 1
+        else:
+            self._known = weakref.ref(step), low, high
+        return result
+
+    def number(self, state: TrainState) -> int:
+        """Returns the number of the phase of a state. Waits for the step before if it must."""
+        step, low, high = self._bounds(state)
+        self._known = weakref.ref(step), low, high
+        return self.phases.number(low)
+
+    def _bounds(self, state: TrainState) -> tuple[Any, int, int]:
+        """Returns the step of a state, with bounds that are in one phase."""
+        step = state.step
+        if self._known is not None and self._known[0]() is step:
+            _, low, high = self._known
+            if self.phases.number(low) == self.phases.number(high):
+                return step, low, high
+        own = _value(step)
+        return step, own, own
+
+    def lower(self, state: TrainState, *args: Any, **kwargs: Any) -> Any:
+        """Returns what `jax.jit(...).lower` returns, for the phase of the state; for the first if the state has no
+        values."""
+        return self._of(state).lower(state, *args, **kwargs)
+
+    def trace(self, state: TrainState, *args: Any, **kwargs: Any) -> Any:
+        """Returns what `jax.jit(...).trace` returns; see `lower`."""
+        return self._of(state).trace(state, *args, **kwargs)
+
+    def eval_shape(self, state: TrainState, *args: Any, **kwargs: Any) -> Any:
+        """Returns what `jax.jit(...).eval_shape` returns; see `lower`."""
+        return self._of(state).eval_shape(state, *args, **kwargs)
+
+    def _of(self, state: TrainState) -> Any:
+        return self.by_phase[self.number(state) if isinstance(state, TrainState) else 0]
+
+
+def _value(step: Any) -> int:
+    """Returns the number of a step; 0 if the state has no values, which the function of a phase refuses."""
+    if isinstance(step, jax.core.Tracer | jax.ShapeDtypeStruct) or (isinstance(step, jax.Array) and step.is_deleted()):
+        return 0
+    return int(np.asarray(step.addressable_data(0) if isinstance(step, jax.Array) else step))
