@@ -1,6 +1,7 @@
 """Recipes that follow one another: each step is that of its phase's recipe, also after skips, resumed and traced."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +21,9 @@ BATCH = tuple(np.random.default_rng(seed).normal(size=(16, 64)).astype(np.float3
 
 
 class Net(nnx.Module):
-    def __init__(self, rngs):
-        self.a = nnx.Linear(64, 128, rngs=rngs)
-        self.b = nnx.Linear(128, 64, use_bias=False, rngs=rngs)
+    def __init__(self, rngs, linear=nnx.Linear):
+        self.a = linear(64, 128, use_bias=False, rngs=rngs)
+        self.b = linear(128, 64, use_bias=False, rngs=rngs)
 
     def __call__(self, x):
         return self.b(jax.nn.gelu(self.a(x)))
@@ -33,9 +34,11 @@ def loss(model, batch):
 
 
 def fresh(frozen=False):
-    model = gtp.shard(Net(nnx.Rngs(0)), blocks=("a", "b"), min_size=1)
     if frozen:
-        model = gtp.nn.freeze(model, gtp.NVFP4(), trained=nnx.PathContains("b"))
+        own = gtp.init(lambda rngs: Net(rngs, functools.partial(gtp.Dense, dtype=jnp.float32)), nnx.Rngs(0))
+        model = gtp.nn.freeze(own, gtp.NVFP4(), trained=nnx.PathContains("b"))
+    else:
+        model = gtp.shard(Net(nnx.Rngs(0)), blocks=("a", "b"), min_size=1)
     return gtp.TrainState.create(model, OPTIMIZER, recipe=PHASES)
 
 
