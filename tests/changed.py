@@ -128,18 +128,20 @@ def folders_of(rooms: Iterable[str], files: Iterable[str]) -> list[str]:
 
 def changed_files(base: str, checkout: Path = CHECKOUT) -> list[str]:
     """Returns files that differ from a commit, or are not tracked. One that was moved is there under both names."""
-    changed = _git("diff", "--name-only", "--no-renames", "-z", base, checkout=checkout)
-    others = _git("ls-files", "--others", "--exclude-standard", "-z", checkout=checkout)
+    changed = git("diff", "--name-only", "--no-renames", "-z", base, checkout=checkout)
+    others = git("ls-files", "--others", "--exclude-standard", "-z", checkout=checkout)
     return sorted({*changed.split("\0"), *others.split("\0")} - {""})
 
 
-def _git(*arguments: str, checkout: Path = CHECKOUT) -> str:
+def git(*arguments: str, checkout: Path = CHECKOUT) -> str:
+    """Returns what git prints."""
     return subprocess.run(["git", *arguments], cwd=checkout, check=True, capture_output=True, text=True).stdout
 
 
-def part_for(tests: int, most: int, commit: str) -> str | None:
-    """Returns K/N, such that a part has about `most` tests, with K by the commit; nothing if all are no more."""
-    parts = -(-tests // most)
+def part_for(count: int, most: int, commit: str) -> str | None:
+    """Returns K/N, such that a part of `count` has at most about `most`, with K by the commit; nothing if all are no
+    more."""
+    parts = -(-count // most)
     return None if parts <= 1 else f"{int(commit[:8], 16) % parts + 1}/{parts}"
 
 
@@ -173,7 +175,7 @@ def main() -> int:
     arguments = [*(f"tests/{folder}" for folder in folders), "-m", "(slow or full) and not gpu", *rest]
     if args.most:
         count = _count(arguments)
-        part = part_for(count, args.most, _git("rev-parse", "HEAD"))
+        part = part_for(count, args.most, git("rev-parse", "HEAD"))
         print(f"{count} tests" + (f", of which part {part} runs; the others: --part K/N" if part else ""), flush=True)
         arguments += ["--part", part] if part else []
     print("pytest", *arguments, flush=True)

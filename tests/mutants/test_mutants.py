@@ -4,10 +4,13 @@
 """
 
 import dataclasses
+import sys
 from collections import Counter
 
 import pytest
+from parts import part
 
+from .__main__ import chosen, main, of_part
 from .judge import failures_without_mutants, verdicts
 from .mutant import Mutant
 from .table import MUTANTS
@@ -24,6 +27,19 @@ def test_each_mutant_changes_something_and_has_a_name_of_its_own():
 
 def test_the_tests_of_each_mutant_are_in_the_default_tier():
     assert failures_without_mutants([test for mutant in MUTANTS for test in mutant.tests], collected=True) == {}
+
+
+def test_a_commit_chooses_a_part_of_the_mutants_and_says_how_to_run_the_others(monkeypatch, capsys):
+    numbers = [3, 5, 8, 9, 12, 17, 20]
+    assert chosen(numbers, 7, "ffffffff") == (numbers, "7 mutants")
+    taken, said = zip(*(chosen(numbers, 3, f"{i:08x}") for i in range(3)), strict=True)
+    assert taken == ([3, 9, 20], [5, 12], [8, 17])
+    assert said[1] == "7 mutants, of which the 2 of part 2/3 run; the others: --part K/N instead of --most"
+    assert [of_part(numbers, part(f"{k}/3")) for k in (1, 2, 3)] == [*taken]
+    monkeypatch.setattr(sys, "argv", ["tests.mutants", "--most", "0"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "--most is 0; it must be at least 1" in capsys.readouterr().err
 
 
 @pytest.mark.full
