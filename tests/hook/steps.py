@@ -83,6 +83,12 @@ def assert_equal(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray], to
         np.testing.assert_allclose(found[name], array, rtol=0, atol=bound, err_msg=name)
 
 
+def twins(make: Callable[[], nnx.Module]) -> tuple[nnx.Module, nnx.Module]:
+    """Returns two models of the same arrays, which one program draws."""
+    graph, state = nnx.split(nnx.jit(make)())
+    return nnx.merge(graph, state), nnx.merge(graph, state)
+
+
 def together(
     make: Callable[[], nnx.Module],
     loss: Any,
@@ -95,7 +101,8 @@ def together(
     **options: Any,
 ):
     """Returns what `train` finds of a model that is sharded over a mesh, and of the same model without a mesh."""
-    wanted = train(make(), loss, batch, steps, optimizer)
+    plain, other = twins(make)
+    wanted = train(plain, loss, batch, steps, optimizer)
     with scope(degrees):
-        found = train(gtp.shard(make(), min_size=64, **options), loss, batch, steps, optimizer, stay)
+        found = train(gtp.shard(other, min_size=64, **options), loss, batch, steps, optimizer, stay)
     return found, wanted

@@ -55,8 +55,13 @@ def adapted(model) -> Any:
     return gtp.nn.lora(model, 2, 6, rngs=nnx.Rngs(1))
 
 
-def sharded(rngs):
-    return gtp.shard(Model(rngs), "layers.*", min_size=64)
+@nnx.jit
+def drawn(rngs):
+    return adapted(Model(rngs))
+
+
+def sharded():
+    return gtp.init(lambda rngs: adapted(gtp.shard(Model(rngs), "layers.*", min_size=64)), nnx.Rngs(0))
 
 
 def trained(model, optimizer, steps=2):
@@ -71,17 +76,17 @@ def trained(model, optimizer, steps=2):
 
 def test_steps_are_those_of_one_device_and_of_merged_kernels(x64):
     optimizer = optax.sgd(0.5)
-    wanted, params, state = trained(adapted(Model(nnx.Rngs(0))), optimizer)
+    wanted, params, state = trained(drawn(nnx.Rngs(0)), optimizer)
     assert wanted[1] < wanted[0]
     assert set(params["layers"]["0"]["attention"]) == {"query", "key", "value", "out"} and set(params) == {"layers"}
     with jax.set_mesh(gtp.make_mesh(gtp=8)):
-        found, others, _ = trained(adapted(sharded(nnx.Rngs(0))), optimizer)
+        found, others, _ = trained(sharded(), optimizer)
     np.testing.assert_allclose(found, wanted, rtol=1e-9)
     for one, other in zip(jax.tree.leaves(others), jax.tree.leaves(params), strict=True):
         # JAX's attention, which Flax's layer calls, has its softmax in float32
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-6 * np.abs(other).max())
 
-    plain, call = Model(nnx.Rngs(0)), nnx.jit(lambda model, tokens: model(tokens))
+    plain, call = nnx.jit(Model)(nnx.Rngs(0)), nnx.jit(lambda model, tokens: model(tokens))
     total, count = nnx.jit(loss)(plain, batch_of())
     np.testing.assert_allclose(wanted[0], total / count, rtol=1e-13)  # `b` begins as zeros
     for number, layer in enumerate(plain.layers):
@@ -99,7 +104,7 @@ def test_steps_are_those_of_one_device_and_of_merged_kernels(x64):
 def test_the_base_stays_sharded_and_has_no_gradient(x64):
     optimizer = optax.sgd(0.1)
     with jax.set_mesh(gtp.make_mesh(gtp=8)):
-        state = gtp.TrainState.create(adapted(sharded(nnx.Rngs(0))), optimizer)
+        state = gtp.TrainState.create(sharded(), optimizer)
         kernel = state.frozen["layers"]["0"]["up"]["base"]["kernel"]
         assert kernel.addressable_shards[0].data.size * 8 == kernel.size
         step = gtp.train_step(loss, optimizer)
@@ -135,7 +140,7 @@ class Mixed(nnx.Module):
         (Shared, dict(targets=["other"]), "`targets` 'other' also one"),
         (Scanned, {}, "layers nnx.Linear (2, 8, 8) `Stack`"),
         (lambda rngs: nnx.Linear(8, 8, rngs=rngs), {}, "Linear no layer"),
-        (lambda rngs: adapted(Model(rngs)), {}, "layers.0.attention.key already"),
+        (drawn, {}, "layers.0.attention.key already"),
         (Mixed, dict(recipe=gtp.FP8()), "`recipe` FP8 second Flax"),
     ],
 )

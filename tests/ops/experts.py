@@ -1,5 +1,6 @@
 """What tests of experts' matmuls share: groups of rows, tokens with places in groups, and blocks of 128."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -24,5 +25,6 @@ def window_and_sizes(rng, tokens, top_k, groups, present=None):
     order = np.argsort(group.ravel(), kind="stable").astype(np.int32)
     places = np.argsort(order).astype(np.int32).reshape(tokens, top_k)
     sizes = np.bincount(group.ravel(), minlength=groups + 1)[:groups].astype(np.int32)
-    window = window_of(jnp.asarray(order), jnp.asarray(places), jnp.int32(sizes.sum()), 0, order.size)
+    made = jax.jit(window_of, static_argnums=(3, 4))
+    window = made(jnp.asarray(order), jnp.asarray(places), np.int32(sizes.sum()), 0, order.size)
     return window, jnp.asarray(sizes)

@@ -1,5 +1,7 @@
 """Attention against one query at a time, over the keys that it may see and no others."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -99,10 +101,16 @@ def test_output_and_gradients_are_those_of_one_query_at_a_time(name, kv_heads, x
 def test_queries_beyond_the_window_of_all_keys_have_no_output_and_give_no_gradient(keys):
     rng = np.random.default_rng(6)
     q, k, v = (jnp.asarray(rng.normal(size=(1, n, 2, WIDTH)), jnp.float32) for n in (LENGTH, keys, keys))
-    y, back = jax.vjp(jax.jit(lambda *qkv: attention(*qkv, window=2)), q, k, v)
     seeing = min(LENGTH, keys + 1)
+
+    @jax.jit
+    def run(*qkv):
+        y, back = jax.vjp(lambda *qkv: attention(*qkv, window=2), *qkv)
+        return y, back(jnp.zeros_like(y).at[:, seeing:].set(1))
+
+    y, gradients = run(q, k, v)
     assert (np.asarray(y).any((0, 2, 3)) == (np.arange(LENGTH) < seeing)).all()
-    for gradient in back(jnp.zeros_like(y).at[:, seeing:].set(1)):
+    for gradient in gradients:
         assert not np.asarray(gradient).any()
 
 
@@ -131,8 +139,8 @@ def test_half_precision_is_near_to_what_jax_computes():
 def test_dropout_drops_weights_at_its_rate_and_keeps_their_mean(key):
     q = k = jnp.zeros((1, 400, 2, 8))
     v = jnp.ones((1, 400, 2, 8))
-    call = lambda rate, key: attention(q, k, v, dropout_rate=rate, dropout_key=key)  # noqa: E731
-    y = np.asarray(jax.jit(call, static_argnums=0)(0.25, key))
+    call = jax.jit(lambda rate, key: attention(q, k, v, dropout_rate=rate, dropout_key=key), static_argnums=0)
+    y = np.asarray(call(0.25, key))
     kept = y[..., 0] * 0.75 * 400  # how many of 400 equal weights each query keeps
     np.testing.assert_allclose(kept, np.round(kept), atol=1e-2)
     assert abs(kept.mean() - 300) < 3 and kept.std() == pytest.approx(np.sqrt(400 * 0.25 * 0.75), rel=0.2)
@@ -203,11 +211,16 @@ def test_rotation_is_a_complex_product_by_position(rotary_dim, scaling, x64):
     angle = positions[..., None] * 100.0 ** (-np.arange(half) / half) / (4 if scaling else 1)
     turned = (x[..., :half] + 1j * x[..., half : 2 * half]) * np.exp(1j * angle)[:, :, None]
     wanted = np.concatenate([turned.real, turned.imag, x[..., 2 * half :]], -1)
-    found = rope(jnp.asarray(x), theta=100.0, positions=jnp.asarray(positions), scaling=scaling, rotary_dim=rotary_dim)
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-12)
     large = [gtp.nn.RopeScaling(kind="linear", factor=factor) for factor in (10**10, 1e10)]  # JAX's ints have 32 bits
-    np.testing.assert_array_equal(*(rope(jnp.asarray(x), theta=100.0, scaling=one) for one in large))
-    alike = rope(jnp.asarray(x), theta=100.0, positions=jnp.asarray(positions[0]), rotary_dim=rotary_dim)
-    np.testing.assert_array_equal(
-        alike[0], rope(jnp.asarray(x[:1]), theta=100.0, positions=jnp.asarray(positions[:1]), rotary_dim=rotary_dim)[0]
-    )
+
+    @jax.jit
+    def run(x, positions):
+        turn = functools.partial(rope, theta=100.0, rotary_dim=rotary_dim)
+        found = turn(x, positions=positions, scaling=scaling)
+        alike = turn(x, positions=positions[0])[0], turn(x[:1], positions=positions[:1])[0]
+        return found, [rope(x, theta=100.0, scaling=one) for one in large], alike
+
+    found, *pairs = run(x, positions)
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-12)
+    for one, other in pairs:
+        np.testing.assert_array_equal(one, other)

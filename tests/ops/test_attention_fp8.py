@@ -72,28 +72,36 @@ def test_gradients_are_those_of_attention_at_the_rounded_operands(causal, dtype,
     given = operands(dtype=dtype)
     rounded = [jnp.asarray(np.multiply(*codes_and_scale(x)), dtype) for x in given]
     of_out = jnp.asarray(np.random.default_rng(1).normal(size=given[0].shape), dtype)
-    out, to_given = jax.vjp(functools.partial(attention_fp8, causal=causal), *given)
-    _, to_rounded = jax.vjp(functools.partial(exact, causal=causal), *rounded)
-    assert out.dtype == dtype and distance(out, exact(*given, causal)) < 0.08
-    for found, wanted, x in zip(to_given(of_out), to_rounded(of_out.astype(jnp.float64)), given, strict=True):
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def with_gradients(call, of_out, *operands):
+        out, back = jax.vjp(functools.partial(call, causal=causal), *operands)
+        return out, back(of_out.astype(out.dtype))
+
+    out, to_given = with_gradients(attention_fp8, of_out, *given)
+    _, to_rounded = with_gradients(exact, of_out, *rounded)
+    wanted, _ = with_gradients(exact, of_out, *given)
+    assert out.dtype == dtype and distance(out, wanted) < 0.08
+    for found, wanted, x in zip(to_given, to_rounded, given, strict=True):
         assert found.dtype == x.dtype and found.shape == x.shape
         # the output, which backward reads, is rounded to three bits
         assert distance(found, wanted) < 0.06
 
 
 def test_zeros_and_operands_of_any_magnitude_have_finite_results():
-    q, k, v = operands()
-    np.testing.assert_array_equal(attention_fp8(q, k, 0 * v), 0 * q)
-    small = attention_fp8(q * 2.0**-60, k * 2.0**60, v * 2.0**-60, causal=True)
-    np.testing.assert_array_equal(small, attention_fp8(q, k, v, causal=True) * 2.0**-60)
-    gradient = jax.grad(lambda *x: jnp.sum(attention_fp8(*x, causal=True)), (0, 1, 2))(0 * q, k, 100 * v)
+    q, k, v = map(np.asarray, operands())
+    call = jax.jit(functools.partial(attention_fp8, causal=True))
+    np.testing.assert_array_equal(call(q, k, 0 * v), 0 * q)
+    small = np.asarray(call(q * np.float32(2.0**-60), k * np.float32(2.0**60), v * np.float32(2.0**-60)))
+    np.testing.assert_array_equal(small, np.asarray(call(q, k, v)) * np.float32(2.0**-60))
+    gradient = jax.jit(jax.grad(lambda *x: jnp.sum(call(*x)), (0, 1, 2)))(0 * q, k, 100 * v)
     assert all(np.isfinite(g).all() for g in gradient)
 
 
 def test_second_derivatives_are_refused():
     q, k, v = operands()
     with pytest.raises(TypeError, match=naming("differentiated `attention_fp8`")):
-        jax.hessian(lambda s: jnp.sum(attention_fp8(s * q, k, v)))(1.0)
+        jax.jit(jax.hessian(lambda s: jnp.sum(attention_fp8(s * q, k, v))))(1.0)
 
 
 def test_shapes_that_do_not_fit_are_refused():

@@ -54,13 +54,13 @@ def operands(rows, features, out, groups, none, dtype=np.float64):
 def gathered(weight, shards):
     """Kernels `(groups, out, in)` as a gather over so many ranks makes them."""
     groups, out, features = weight.shape
-    return jnp.swapaxes(weight.reshape(groups, shards, out // shards, features), 0, 1)
+    return jnp.asarray(np.swapaxes(np.reshape(weight, (groups, shards, out // shards, features)), 0, 1))
 
 
 def joined(weight):
     """`gathered`, back."""
     _, groups, _, features = weight.shape
-    return jnp.swapaxes(weight, 0, 1).reshape(groups, -1, features)
+    return np.swapaxes(weight, 0, 1).reshape(groups, -1, features)
 
 
 def oracle(sizes, x, weight, gradient):
@@ -88,12 +88,17 @@ def test_kernels_multiply_each_row_with_its_own_groups_kernel(name, case, shards
     kernels, options = ON_CPU[name]
     sizes, x, weight, gradient = operands(*case, dtype=np.float32)
     as_gathered = gathered(weight, shards)
-    found = (
-        kernels.product(x, as_gathered, sizes, dtype=x.dtype, transposed=True, **options),
-        kernels.product(gradient, as_gathered, sizes, dtype=x.dtype, transposed=False, **options),
-        joined(kernels.outer(gradient, x, sizes, shards=shards, dtype=x.dtype, **options)),
-    )
-    assert_close(found, oracle(sizes, x, weight, gradient), 1e-6)
+
+    @jax.jit
+    def run(x, weight, gradient):
+        return (
+            kernels.product(x, weight, sizes, dtype=x.dtype, transposed=True, **options),
+            kernels.product(gradient, weight, sizes, dtype=x.dtype, transposed=False, **options),
+            kernels.outer(gradient, x, sizes, shards=shards, dtype=x.dtype, **options),
+        )
+
+    *found, to_weight = run(x, as_gathered, gradient)
+    assert_close((*found, joined(to_weight)), oracle(sizes, x, weight, gradient), 1e-6)
 
 
 @pytest.mark.parametrize("shards", others_full([1, 4], [4]))
@@ -121,19 +126,30 @@ def test_gradients_are_those_of_a_matmul_a_group(shards, dtype, tolerance, x64):
 def test_no_group_sees_what_is_not_finite_in_another():
     sizes, x, weight, gradient = operands(60, 16, 16, 4, 4, np.float32)
     last = int(sizes[0]) - 1
-    x, gradient = x.at[last].set(np.nan), gradient.at[-1].set(np.inf)  # of group 0, and of none
+    x, gradient = np.array(x), np.array(gradient)
+    x[last], gradient[-1] = np.nan, np.inf  # of group 0, and of none
     for kernels, options in ON_CPU.values():
-        y = kernels.product(x, weight[None], sizes, dtype=x.dtype, transposed=True, **options)
-        to_weight = joined(kernels.outer(gradient, x, sizes, shards=1, dtype=x.dtype, **options))
+
+        @jax.jit
+        def run(x, gradient, kernels=kernels, options=options):
+            y = kernels.product(x, weight[None], sizes, dtype=x.dtype, transposed=True, **options)
+            return y, kernels.outer(gradient, x, sizes, shards=1, dtype=x.dtype, **options)
+
+        y, to_weight = run(x, gradient)
         assert np.isnan(np.asarray(y)).any(axis=1).nonzero()[0].tolist() == [last]
-        assert np.isnan(np.asarray(to_weight)).any(axis=(1, 2)).tolist() == [True, False, False, False]
+        assert np.isnan(joined(to_weight)).any(axis=(1, 2)).tolist() == [True, False, False, False]
 
 
 @pytest.mark.usefixtures("on_cpu")
 def test_no_rows_have_an_empty_product_and_no_gradient():
     x, weight = jnp.zeros((0, 6)), jnp.ones((2, 3, 5, 6))
-    y, back = jax.vjp(lambda x, w: grouped_matmul(x, w, jnp.zeros(3, jnp.int32)), x, weight)
-    to_x, to_weight = back(y)
+
+    @jax.jit
+    def run(x, weight):
+        y, back = jax.vjp(lambda x, w: grouped_matmul(x, w, jnp.zeros(3, jnp.int32)), x, weight)
+        return y, *back(y)
+
+    y, to_x, to_weight = run(x, weight)
     assert y.shape == (0, 10) and to_x.shape == x.shape
     np.testing.assert_array_equal(to_weight, np.zeros(weight.shape))
 

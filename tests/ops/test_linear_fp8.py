@@ -1,5 +1,7 @@
 """FP8 matmuls multiply what the oracle says the operands are rounded to."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,13 +17,18 @@ from .oracle import rounded
 both_gradients = pytest.mark.parametrize("gradients", others_full([FP8_E5M2, FP8_E4M3], [FP8_E5M2]), ids=str)
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def with_gradients(function, g, *operands):
+    y, back = jax.vjp(function, *operands)
+    return y, *back(g)
+
+
 @both_gradients
 def test_forward_and_backward_multiply_the_rounded_operands(gradients):
     random = np.random.default_rng(0)
     x, w, g = (random.normal(size=s).astype(np.float32) for s in ((3, 20, 48), (40, 48), (3, 20, 40)))
     x, g = x * 7, g * 1e-3  # unequal scales
-    y, back = jax.vjp(lambda x, w: linear_fp8(x, w, gradients), jnp.asarray(x), jnp.asarray(w))
-    to_x, to_w = back(jnp.asarray(g))
+    y, to_x, to_w = with_gradients(lambda x, w: linear_fp8(x, w, gradients), g, x, w)
     x8, w8 = rounded(x.reshape(60, 48), FP8_E4M3), rounded(w, FP8_E4M3)
     g8 = rounded(g.reshape(60, 40), gradients)
     for found, wanted in ((y, x8 @ w8.T), (to_x, g8 @ w8), (to_w, g8.T @ x8)):
@@ -33,12 +40,12 @@ def test_forward_and_backward_multiply_the_rounded_operands(gradients):
 def test_codes_that_travelled_are_multiplied_as_the_array_that_they_were_made_of(gradients):
     random = np.random.default_rng(2)
     x, w, g = (jnp.asarray(random.normal(size=s), jnp.float32) for s in ((20, 96), (64, 96), (20, 64)))
-    w *= jnp.linspace(1e-3, 3, 64)[:, None]
-    codes = gtp.ops.quantize(w, FP8_E4M3, amax=power_of_two_amax(gtp.ops.multi_amax([w]), FP8_E4M3)[0])
+    w = jnp.asarray(np.asarray(w) * np.linspace(1e-3, 3, 64, dtype=np.float32)[:, None])
+    amax = jax.jit(lambda w: power_of_two_amax(gtp.ops.multi_amax([w]), FP8_E4M3)[0])(w)
+    codes, slot = gtp.ops.quantize(w, FP8_E4M3, amax=amax), jnp.asarray(np.full(w.shape, np.nan, np.float32))
+    # outside of `jit`, which would sum in another order
     y, back = jax.vjp(lambda x, w: linear_fp8(x, w, gradients), x, w)
-    coded, back_to_slot = jax.vjp(
-        lambda x, slot: linear_fp8(x, SlottedWeight(codes, slot), gradients), x, jnp.full(w.shape, jnp.nan)
-    )
+    coded, back_to_slot = jax.vjp(lambda x, slot: linear_fp8(x, SlottedWeight(codes, slot), gradients), x, slot)
     for found, wanted in zip((coded, *back_to_slot(g)), (y, *back(g)), strict=True):
         np.testing.assert_array_equal(np.asarray(found), np.asarray(wanted))
 

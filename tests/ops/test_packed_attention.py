@@ -73,6 +73,7 @@ def packed(ids, causal, window):
     return lambda q, k, v: _packed.packed_attention(q, k, v, ids, causal=causal, window=window, scale=0.3)
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def with_gradients(function, q, k, v, of_out):
     y, back = jax.vjp(function, q, k, v)
     return y, *back(of_out)

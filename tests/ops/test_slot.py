@@ -1,5 +1,7 @@
 """The gradient of a weight with a slot is the one that sums of float32 give, whatever the operands' dtype."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -71,19 +73,19 @@ def test_the_transposed_gradient_of_a_bfloat16_weight_is_summed_in_float32_over_
 def test_a_slot_gets_the_gradient_unrounded_and_is_never_read(name):
     product, (x, w, g) = PRODUCTS[name], operands(name)
 
-    def to_weight(x, w, g):
-        return jax.vjp(lambda w: product(x, w), w)[1](g)[0]
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(product, g, *operands):
+        y, back = jax.vjp(product, *operands)
+        return y, *back(g)
 
-    wide = (a.astype(jnp.float32) for a in (x, w, g))
-    wanted = np.asarray(to_weight(*wide), np.float64)
-    slot = jnp.full(w.shape, jnp.nan, jnp.float32)
-    y, back = jax.vjp(lambda x, w, slot: product(x, SlottedWeight(w, slot)), x, w, slot)
-    to_x, to_values, found = back(g)
+    wide = [jnp.asarray(np.asarray(a, np.float32)) for a in (g, x, w)]
+    wanted = np.asarray(run(product, *wide)[2], np.float64)
+    slot = jnp.asarray(np.full(w.shape, np.nan, np.float32))
+    y, to_x, to_values, found = run(lambda x, w, slot: product(x, SlottedWeight(w, slot)), g, x, w, slot)
     assert found.dtype == jnp.float32 and not np.any(np.asarray(to_values, np.float32))
-    assert np.linalg.norm(found - wanted) <= 1e-6 * np.linalg.norm(wanted)
+    assert np.linalg.norm(np.asarray(found) - wanted) <= 1e-6 * np.linalg.norm(wanted)
     # without a slot it is rounded; output and input's gradient are the same
-    bare, back = jax.vjp(product, x, w)
-    bare_x, rounded = back(g)
+    bare, bare_x, rounded = run(product, g, x, w)
     assert rounded.dtype == jnp.bfloat16
     assert 5e-4 * np.linalg.norm(wanted) <= np.linalg.norm(np.asarray(rounded, np.float64) - wanted)
     for a, b in ((y, bare), (to_x, bare_x)):
