@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from ._array import ArrayLayout
 from ._layout import Layout
@@ -51,4 +52,10 @@ def cut(array: Any, layout: AnyLayout) -> Any:
     array, the result has no sharding, because JAX has no uneven ones."""
     if isinstance(array, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(cut_shape(array.shape, layout), array.dtype)
-    return array[(..., *(slice(size) for size in layout.shape))] if is_padded(layout) else array
+    if not is_padded(layout):
+        return array
+    if isinstance(array, jax.Array):  # NumPy's indices would be a gather of several programs outside of `jit`
+        logical = cut_shape(array.shape, layout)
+        # the part of a tensor rank may be smaller
+        return lax.slice(array, [0] * array.ndim, [*map(min, array.shape, logical)])
+    return array[(..., *(slice(size) for size in layout.shape))]
