@@ -145,7 +145,7 @@ class Records(nnx.Module):
 
 @pytest.mark.parametrize("remat", ["everything", pytest.param("nothing", marks=pytest.mark.full)])
 def test_a_variable_takes_values_from_backward(remat):
-    stack = gtp.Stack(lambda rngs: Records(rngs), 3, remat=remat, rngs=nnx.Rngs(0))
+    stack = nnx.jit(lambda: gtp.Stack(lambda rngs: Records(rngs), 3, remat=remat, rngs=nnx.Rngs(0)))()
     x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 8)), jnp.float32)
     grad = nnx.grad(lambda stack: jnp.sum(stack(x) ** 2), argnums=nnx.DiffState(0, History))
     gradient = nnx.jit(grad)(stack)

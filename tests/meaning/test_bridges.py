@@ -41,7 +41,8 @@ def with_weights(tree: Any, weights: np.ndarray) -> Any:
 def assert_equal(numbers: str, found: Any, gradients: Any) -> None:
     _, recipe, tolerance = NUMBERS[numbers]
     weights, x = values()
-    wanted, of_weights = jax.value_and_grad(lambda w: mean(in_plain_jax(w, x)))(multiplied_by(weights, recipe))
+    plain = jax.jit(jax.value_and_grad(lambda w: mean(in_plain_jax(w, x))))
+    wanted, of_weights = plain(multiplied_by(weights, recipe))
     assert error(found, wanted) < tolerance
     by_layer = np.concatenate([np.reshape(g, (-1, WIDTH, WIDTH)) for g in jax.tree.leaves(gradients)])
     for one, other in zip(by_layer, of_weights, strict=True):
@@ -107,9 +108,8 @@ def test_a_layer_of_linen_among_ours_keeps_its_values_under_a_recipe(recipe):
         lambda s, x: gtp.train.loss_and_gradients(lambda model, x: mean(model(x)), s, x, recipe=recipe)
     )(state, x)
     quantized = multiplied_by(weights, recipe)
-    wanted, of_weights = jax.value_and_grad(lambda w: mean(in_plain_jax(w, x)))(
-        [quantized[0], jnp.asarray(weights[1]), quantized[2]]
-    )
+    plain = jax.jit(jax.value_and_grad(lambda w: mean(in_plain_jax(w, x))))
+    wanted, of_weights = plain([quantized[0], jnp.asarray(weights[1]), quantized[2]])
     assert error(found, wanted) < 1e-5
     for name, other in zip(("first", "middle", "last"), of_weights, strict=True):
         assert error(gradients[name]["kernel"], other) < 1e-5

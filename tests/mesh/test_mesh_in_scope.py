@@ -26,9 +26,14 @@ def dense(rngs):
 @functools.cache
 def modules():
     """Each kind of call that reads a mesh, of models made without one."""
-    rngs = nnx.Rngs(0)
-    layer, stack = dense(rngs), gtp.Stack(lambda rngs: gtp.MLP(16, 32, rngs=rngs), 2, rngs=rngs)
-    conv, param = gtp.nn.Conv(16, 16, 3, rngs=rngs), gtp.Param(jnp.ones((16, 16)))
+    rngs, param = nnx.Rngs(0), gtp.Param(jnp.ones((16, 16)))
+
+    @nnx.jit
+    def made(rngs):
+        mlps = gtp.Stack(lambda rngs: gtp.MLP(16, 32, rngs=rngs), 2, rngs=rngs)
+        return dense(rngs), mlps, gtp.nn.Conv(16, 16, 3, rngs=rngs)
+
+    layer, stack, conv = made(rngs)
     state = gtp.TrainState.create(layer, optax.sgd(0.1))
     return {
         "init": lambda: gtp.init(dense, nnx.Rngs(0)),
@@ -73,7 +78,7 @@ def test_a_model_that_is_made_without_a_mesh_on_several_devices_is_told():
         warnings.simplefilter("error")
         with jax.set_mesh(gtp.make_mesh(gtp=8)):
             gtp.init(dense, nnx.Rngs(0))
-        model(jnp.asarray(X))  # a warning once, where it is made
+        nnx.jit(lambda model, x: model(x))(model, X)  # a warning once, where it is made
 
 
 @pytest.mark.parametrize("view", others_full(["global", "local"], ["global"]))
@@ -113,7 +118,10 @@ def test_what_puts_arrays_on_devices_is_refused_in_a_trace(call):
         jax.eval_shape(lambda: nnx.split(run())[1] if call != "TrainState.create" else run().params)
 
 
-@pytest.mark.parametrize("sizes", [{"gtp": 8}, {"dp": 8}, {"tp": 8}, {"dp": 2, "gtp": 4}, {"gtp": 4, "tp": 2}], ids=str)
+SIZES = [{"gtp": 8}, {"dp": 8}, {"tp": 8}, {"dp": 2, "gtp": 4}, {"gtp": 4, "tp": 2}]
+
+
+@pytest.mark.parametrize("sizes", others_full(SIZES, SIZES[-2:]), ids=str)
 def test_an_axis_that_the_mesh_lacks_has_degree_one(sizes):
     axes = (jax.sharding.AxisType.Auto,) * len(sizes)
     meshes = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=axes), gtp.make_mesh(**{"dp": 1, **sizes})

@@ -147,7 +147,7 @@ def test_module_in_global_view_equals_itself_without_a_mesh(name, mesh, x64):
 def test_dropout_is_drawn_anew_in_each_call_and_is_off_in_evaluation(degrees):
     with jax.set_mesh(gtp.make_mesh(**degrees)) if degrees else contextlib.nullcontext():
         make = lambda rngs: gtp.Attention(16, num_heads=4, dropout_rate=0.5, dtype=jnp.float32, rngs=rngs)  # noqa: E731
-        model = make(nnx.Rngs(0, dropout=1))
+        model = gtp.init(make, nnx.Rngs(0, dropout=1))
         x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 4, 16)), jnp.float32)
         call = nnx.jit(lambda model, x, **options: model(x, **options), static_argnames="deterministic")
         first, second, off = call(model, x), call(model, x), call(model, x, deterministic=True)
@@ -155,7 +155,7 @@ def test_dropout_is_drawn_anew_in_each_call_and_is_off_in_evaluation(degrees):
         model.eval()
         np.testing.assert_allclose(call(model, x), off, rtol=0, atol=1e-5)
         np.testing.assert_allclose(call(nnx.view(model, deterministic=True), x), off, rtol=0, atol=1e-5)
-        plain = gtp.Attention(16, num_heads=4, dtype=jnp.float32, rngs=nnx.Rngs(0))
+        plain = gtp.init(lambda rngs: gtp.Attention(16, num_heads=4, dtype=jnp.float32, rngs=rngs), nnx.Rngs(0))
         np.testing.assert_allclose(call(plain, x), off, rtol=0, atol=1e-5)
         key = jax.random.key(3)
         given = [call(model, x, deterministic=False, dropout_key=key) for _ in range(2)]
@@ -171,13 +171,16 @@ def test_ranks_with_other_examples_or_heads_drop_others():
         ).core
         bits = lambda: jax.random.bits(core._of_rank(jax.random.key(0)))[None]  # noqa: E731
         P = jax.sharding.PartitionSpec
-        every = jax.shard_map(bits, in_specs=(), out_specs=P(("dp", "gtp", "tp")), check_vma=False)()
+        every = jax.jit(jax.shard_map(bits, in_specs=(), out_specs=P(("dp", "gtp", "tp")), check_vma=False))()
     assert len(set(np.asarray(every).tolist())) == 8
 
 
 def attend(kind=gtp.Attention, call=(), inputs=None, **options):
-    module = kind(16, num_heads=4, dtype=jnp.float32, rngs=nnx.Rngs(0), **options)
-    return module(jnp.ones((8, 4, 16)), *call, **(inputs or {}))
+    def run():
+        module = kind(16, num_heads=4, dtype=jnp.float32, rngs=nnx.Rngs(0), **options)
+        return module(jnp.ones((8, 4, 16)), *call, **(inputs or {}))
+
+    return jax.eval_shape(run)
 
 
 WHOLE, SHORT, TWO_DIMS = (np.ones(shape) for shape in ((8, 4, 4, 4), (8, 3, 16), (8, 16)))

@@ -147,7 +147,7 @@ def bf16(seed, *shape):
 
 def gradient(make, x, g):
     """The gradient of `sum(module(x) * g)`, under the mesh in scope."""
-    graph, state = nnx.split(make(rngs=nnx.Rngs(0)))
+    graph, state = nnx.split(gtp.init(make, nnx.Rngs(0)))
 
     def loss(state):
         y = nnx.merge(graph, state)(x)

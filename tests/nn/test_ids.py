@@ -112,11 +112,11 @@ def test_ids_of_every_integer_type_are_compared_as_numbers():
     embed = gtp.Embed(300, 4, dtype=jnp.float32, rngs=nnx.Rngs(0))
     table = np.asarray(embed.table.get_value())
     for dtype, found in ((jnp.uint8, 255), (jnp.int8, 127), (jnp.uint16, 299)):
-        np.testing.assert_array_equal(jax.jit(embed)(jnp.full((1, 2), found, dtype))[0, 0], table[found])
-    assert np.isnan(jax.jit(embed)(jnp.full((1, 2), 2**32 - 1, jnp.uint32))).all()
+        np.testing.assert_array_equal(jax.jit(embed)(np.full((1, 2), found, dtype))[0, 0], table[found])
+    assert np.isnan(jax.jit(embed)(np.full((1, 2), 2**32 - 1, jnp.uint32))).all()
     loss = jax.jit(lambda targets: gtp.cross_entropy(jnp.zeros((1, 2, 300)), targets)[0])
-    assert np.isnan(loss(jnp.full((1, 2), 2**32 - 1, jnp.uint32)))
-    np.testing.assert_allclose(loss(jnp.full((1, 2), 255, jnp.uint8)), 2 * np.log(300), rtol=1e-6)
+    assert np.isnan(loss(np.full((1, 2), 2**32 - 1, jnp.uint32)))
+    np.testing.assert_allclose(loss(np.full((1, 2), 255, jnp.uint8)), 2 * np.log(300), rtol=1e-6)
 
 
 def test_ids_of_64_bits_without_a_sign_are_compared_as_numbers(x64):

@@ -40,7 +40,8 @@ class Growing(Layer):
 def unstacked(stack):
     """The layers of a stack, as modules of stock Flax."""
     graph, state = nnx.split(stack.layers)
-    return [nnx.merge(graph, jax.tree.map(lambda a, i=i: a[i], state)) for i in range(LENGTH)]
+    states = jax.jit(lambda state: [jax.tree.map(lambda a, i=i: a[i], state) for i in range(LENGTH)])(state)
+    return [nnx.merge(graph, one) for one in states]
 
 
 def in_a_loop(layers, x):
@@ -51,12 +52,13 @@ def in_a_loop(layers, x):
 
 @pytest.mark.parametrize("kind", [Noisy, Growing])
 def test_a_stack_equals_a_loop_over_its_layers_call_after_call(kind, x64):
-    stack = gtp.Stack(kind, LENGTH, rngs=nnx.Rngs(0, noise=1))
+    stack = nnx.jit(lambda: gtp.Stack(kind, LENGTH, rngs=nnx.Rngs(0, noise=1)))()
     layers = nnx.List(unstacked(stack))
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, WIDTH)))
+    of_stack = nnx.jit(nnx.value_and_grad(lambda stack: jnp.sum(jnp.sin(stack(x)))))
+    of_layers = nnx.jit(nnx.value_and_grad(lambda layers: jnp.sum(jnp.sin(in_a_loop(layers, x)))))
     for _ in range(2):
-        found = nnx.value_and_grad(lambda stack: jnp.sum(jnp.sin(stack(x))))(stack)
-        wanted = nnx.value_and_grad(lambda layers: jnp.sum(jnp.sin(in_a_loop(layers, x))))(layers)
+        found, wanted = of_stack(stack), of_layers(layers)
         np.testing.assert_allclose(found[0], wanted[0], rtol=1e-12)
         kernels = [wanted[1][i].linear.kernel.get_value() for i in range(LENGTH)]
         np.testing.assert_allclose(found[1].layers.linear.kernel.get_value(), kernels, rtol=1e-12)
