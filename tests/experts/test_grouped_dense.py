@@ -134,4 +134,4 @@ def test_bad_argument_is_named(name):
     call, message = (REFUSED | ON_A_MESH)[name]
     with jax.set_mesh(gtp.make_mesh(gtp=4, tp=2)) if name in ON_A_MESH else contextlib.nullcontext():
         with pytest.raises(TypeError if name == "kind" else ValueError, match=naming(message)):
-            call()
+            jax.eval_shape(call)

@@ -38,19 +38,19 @@ def test_choices_and_shares_are_those_of_the_papers(score, normalize, x64):
     rng = np.random.default_rng(0)
     logits, bias = rng.normal(size=(2, 16, 12)), rng.normal(size=12) * 0.2
     routing = Routing(score=score, normalize=normalize, scale=2.5, num_groups=4, top_groups=2)
-    scores = routing.scores(jnp.asarray(logits))
+    scores = jax.jit(routing.scores)(logits)
     exponentials = np.exp(logits)
     softmax = exponentials / exponentials.sum(-1, keepdims=True)
     wanted = softmax if score == "softmax" else exponentials / (1 + exponentials)
     np.testing.assert_allclose(scores, wanted, rtol=1e-12)
-    chosen = np.asarray(routing.choose(scores, jnp.asarray(bias), 3))
+    chosen = np.asarray(jax.jit(routing.choose, static_argnums=2)(scores, bias, 3))
     best = 1 if score == "softmax" else 2
     assert [set(row) for row in chosen.reshape(-1, 3).tolist()] == chosen_by_numpy(
         wanted.reshape(-1, 12), bias, 3, 4, 2, best
     )
     own = np.take_along_axis(wanted, chosen, -1)  # of scores without the bias
     own = own / own.sum(-1, keepdims=True) if normalize else own
-    np.testing.assert_allclose(routing.shares(scores, jnp.asarray(chosen)), 2.5 * own, rtol=1e-12)
+    np.testing.assert_allclose(jax.jit(routing.shares)(scores, chosen), 2.5 * own, rtol=1e-12)
 
 
 def mixture(x64=True, **options):

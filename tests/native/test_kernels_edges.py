@@ -9,7 +9,7 @@ from selection import others_full, pairwise
 import gtp_jax as gtp
 from gtp_jax.formats import FP8_E4M3, MXFP8, NVFP4, NVFP4_1D, PackPlan, Piece
 
-from ..ops.bits import assert_same_bits
+from ..ops.bits import assert_same_bits, device
 from ..ops.both import check_dequantize, check_quantize
 from ..ops.conftest import missing_kernels
 
@@ -32,7 +32,7 @@ def test_whole_panels_edges_and_the_panels_after_the_first(format, dtype):
     x = np.random.default_rng(0).normal(size=(2, 322, 584)).astype(dtype)
     check_quantize(x, format, "native")
     for axis in ("row", "column"):
-        q = gtp.ops.quantize(jnp.asarray(x), format, axis=axis, implementation="native")
+        q = gtp.ops.quantize(device(x), format, axis=axis, implementation="native")
         for out in (jnp.float32, jnp.bfloat16, jnp.float16):
             check_dequantize(q, "native", out, axis)
 
@@ -44,7 +44,7 @@ def test_whole_panels_alone(format, dtype):
     check_quantize(x, format, "native")
     for axis in ("row", "column"):
         check_dequantize(
-            gtp.ops.quantize(jnp.asarray(x), format, axis=axis, implementation="native"), "native", jnp.bfloat16
+            gtp.ops.quantize(device(x), format, axis=axis, implementation="native"), "native", jnp.bfloat16
         )
 
 

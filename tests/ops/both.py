@@ -15,8 +15,8 @@ from .bits import assert_same_bits, device
 
 def check_quantize(x, format, implementation, *, amax=None, hadamard=False, key=None, what="") -> None:
     """Row-wise and column-wise copy against the oracle's; `x` a numpy array with two dimensions or more."""
-    words = None if key is None else jnp.array(key, jnp.uint32)
-    given = None if amax is None else jnp.asarray(amax)
+    words = None if key is None else device(np.array(key, np.uint32))
+    given = None if amax is None else device(np.asarray(amax))
     row, column = gtp.ops.quantize(
         device(x), format, amax=given, axis="both", hadamard=hadamard, key=words, implementation=implementation
     )

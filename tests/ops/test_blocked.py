@@ -115,7 +115,7 @@ def test_products_are_the_sums_of_what_was_quantized(implementation, block, shap
     for one_sign in (True, False):
         a, x = operand(rng, rows, depth, (1, 128), one_sign=one_sign)
         b, w = operand(rng, columns, depth, block, one_sign=one_sign)
-        found = blocked_product(a, b, jnp.float32, implementation)
+        found = jax.jit(blocked_product, static_argnums=(2, 3))(a, b, jnp.float32, implementation)
         size = np.abs(x) @ np.abs(w).T
         assert np.max(np.abs(np.asarray(found, np.float64) - x @ w.T) / size) < most
         rounded = blocked_product(a, b, jnp.bfloat16, implementation)

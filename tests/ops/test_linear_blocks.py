@@ -1,5 +1,7 @@
 """Matmuls in block formats multiply what the oracle says the operands are rounded to, in exact products."""
 
+import functools
+
 import jax
 import jax.ad_checkpoint
 import jax.numpy as jnp
@@ -30,6 +32,7 @@ def block_scales(monkeypatch):
     monkeypatch.setattr("gtp_jax.ops._linear._blocks.supports_block_scaled_matmul", lambda: True)
 
 
+@functools.partial(jax.jit, static_argnums=1)
 def travelled(w, form):
     amax = power_of_two_amax(gtp.ops.multi_amax([w]), form)[0] if form.has_amax else None
     return gtp.ops.dequantize(gtp.ops.quantize(w, form, amax=amax), w.dtype)
@@ -127,16 +130,21 @@ def test_a_token_s_output_does_not_depend_on_the_others():
     x, w, _ = operands_of_a_layer(jnp.float32)
     operands = Operands(weight=NVFP4, activation=NVFP4_1D, gradient=NVFP4_1D)
     w = travelled(w, NVFP4)
-    whole = linear_blocks(x, w, KEY, operands)
-    np.testing.assert_array_equal(np.asarray(linear_blocks(x[:1] * 1.0, w, KEY, operands)), np.asarray(whole[:1]))
+    call = jax.jit(lambda x: linear_blocks(x, w, KEY, operands))
+    np.testing.assert_array_equal(call(np.asarray(x)[:1]), np.asarray(call(x))[:1])
 
 
 @pytest.mark.parametrize("how", others_full(["native", "reference"], ["reference"]))
 def test_no_tokens_have_no_outputs_and_gradients_of_zero(how, block_scales):
     w, x = jnp.ones((64, 96)), jnp.ones((0, 96))
-    y, back = jax.vjp(lambda x, w: linear_blocks(x, w, KEY, OPERANDS["NVFP4"], implementation=how), x, w)
-    to_x, to_w = back(y)
-    assert y.shape == (0, 64) and to_x.shape == (0, 96) and not to_w.any()
+
+    @jax.jit
+    def run(x, w):
+        y, back = jax.vjp(lambda x, w: linear_blocks(x, w, KEY, OPERANDS["NVFP4"], implementation=how), x, w)
+        return y, *back(y)
+
+    y, to_x, to_w = run(x, w)
+    assert y.shape == (0, 64) and to_x.shape == (0, 96) and not np.any(to_w)
 
 
 def test_where_codes_are_multiplied_the_policy_matmuls_saves_the_product_too(block_scales, capsys):

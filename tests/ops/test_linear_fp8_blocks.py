@@ -53,9 +53,9 @@ def test_each_product_multiplies_operands_rounded_along_its_contraction(tokens, 
 
 def in_kernels(w, rows):
     """The codes of several kernels, with tiles that begin at each kernel's first row."""
-    kernels = [gtp.ops.quantize(part, FP8_BLOCKS) for part in jnp.split(jnp.asarray(w), np.cumsum(rows)[:-1])]
-    codes, scales = (jnp.concatenate([getattr(one, name) for one in kernels]) for name in ("codes", "scales"))
-    return QuantizedArray(codes, scales, None, FP8_BLOCKS, w.shape)
+    kernels = [gtp.ops.quantize(jnp.asarray(part), FP8_BLOCKS) for part in np.split(w, np.cumsum(rows)[:-1])]
+    codes, scales = (np.concatenate([getattr(one, name) for one in kernels]) for name in ("codes", "scales"))
+    return QuantizedArray(jnp.asarray(codes), jnp.asarray(scales), None, FP8_BLOCKS, w.shape)
 
 
 @pytest.mark.parametrize(
@@ -65,10 +65,14 @@ def in_kernels(w, rows):
 )
 def test_kernels_that_share_codes_have_tiles_and_features_of_their_own(rows, ranks):
     x, w, g = numbers((20, 140), (sum(rows), 140), (20, sum(rows)))
-    weight, slot = in_kernels(w, rows), jnp.zeros(w.shape)
-    y, back = jax.vjp(
-        lambda x, s: linear_fp8_blocks(x, SlottedWeight(weight, s), Order(rows, ranks)), jnp.asarray(x), slot
-    )
+    weight = in_kernels(w, rows)
+
+    @jax.jit
+    def run(x, g):
+        product = lambda x, slot: linear_fp8_blocks(x, SlottedWeight(weight, slot), Order(rows, ranks))  # noqa: E731
+        y, back = jax.vjp(product, x, jnp.zeros(w.shape))
+        return y, *back(g)
+
     starts = np.cumsum((0, *rows))
     each = [products(x, w[i:j], g[:, i:j]) for i, j in zip(starts[:-1], starts[1:], strict=True)]
     # features in the order of the ranks' parts
@@ -76,8 +80,8 @@ def test_kernels_that_share_codes_have_tiles_and_features_of_their_own(rows, ran
     order = np.concatenate(
         [i + r * s + np.arange(s) for r in range(ranks) for i, s in zip(starts[:-1], size, strict=True)]
     )
+    y, to_x, to_w = run(x, g[:, order])
     assert close(y, np.concatenate([y for y, _, _ in each], axis=1)[:, order])
-    to_x, to_w = back(jnp.asarray(g[:, order]))
     # what wgrad multiplies does not depend on the order; dgrad's runs lie within kernels
     assert close(to_x, sum(dgrad for _, dgrad, _ in each))
     assert close(to_w, np.concatenate([wgrad for _, _, wgrad in each])[order])
@@ -99,13 +103,13 @@ def test_a_second_derivative_is_refused():
     for argument in (0, 1):
         run = jax.grad(lambda *a: jnp.sum(linear_fp8_blocks(*a) ** 2), argument)
         with pytest.raises(TypeError, match=naming("derivative")):
-            jax.grad(lambda *a, run=run: jnp.sum(run(*a) ** 2), argument)(x, w)
+            jax.jit(jax.grad(lambda *a, run=run: jnp.sum(run(*a) ** 2), argument)).lower(x, w)
 
 
 def test_operands_of_every_rank_and_dtype_are_multiplied():
     x = jnp.ones((2, 3, 130), jnp.float16)
-    assert linear_fp8_blocks(x, jnp.ones((7, 130), jnp.float16)).shape == (2, 3, 7)
+    assert jax.jit(linear_fp8_blocks)(x, jnp.ones((7, 130), jnp.float16)).shape == (2, 3, 7)
     with pytest.raises(NotImplementedError, match=naming("'linear_fp8_blocks'")):
         linear_fp8_blocks(x, jnp.ones((7, 130), jnp.float16), implementation="native")
-    empty = functools.partial(linear_fp8_blocks, jnp.ones((0, 130)))
+    empty = jax.jit(functools.partial(linear_fp8_blocks, jnp.ones((0, 130))))
     assert empty(jnp.ones((7, 130))).shape == (0, 7)

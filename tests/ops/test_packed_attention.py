@@ -100,7 +100,7 @@ EVERY_WAY = ("one document", "two", "a long one among many short", "an id comes 
 def test_every_way_is_right_for_the_ids_that_take_it(name, options, by_hand):
     rows, way = CASES[name]
     ids = jnp.asarray(np.stack(rows))
-    assert _packed.documents_of(ids).way == way
+    assert jax.jit(lambda ids: _packed.documents_of(ids).way)(ids) == way
     found, wanted = both_ways(options)(ids, *operands(2))
     assert_equal(found, wanted)
 

@@ -128,14 +128,17 @@ def test_blocks_of_rows_that_moved_are_made_of_their_codes(name, given, x64):
 @pytest.mark.parametrize(("given", "multiplied"), [("MXFP8", "NVFP4"), ("FP8_E4M3", "MXFP8"), ("MXFP8", "FP8")])
 def test_codes_of_another_format_are_refused(given, multiplied):
     window, sizes = window_and_sizes(17)
-    x, weight = (a.astype(jnp.float32) for a in matrices(18, (TOKENS, 64), (1, GROUPS, 32, 64)))
-    rows, key = rows_in_codes(x, gtp.formats.FORMATS[given]), jnp.array([1, 2], jnp.uint32)
-    with pytest.raises(ValueError, match=naming(f"`x` codes {given}")):
+
+    def product(x, weight, key):
+        rows = rows_in_codes(x, gtp.formats.FORMATS[given])
         if multiplied == "FP8":
-            grouped_fp8(rows, weight, sizes, FP8_E4M3, taken=window)
-        else:
-            operands = {"MXFP8": gtp.MXFP8(matmuls=True), "NVFP4": gtp.NVFP4(matmuls=True)}[multiplied].operands
-            grouped_quantized(rows, weight, sizes, key, operands, taken=window)
+            return grouped_fp8(rows, weight, sizes, FP8_E4M3, taken=window)
+        operands = {"MXFP8": gtp.MXFP8(matmuls=True), "NVFP4": gtp.NVFP4(matmuls=True)}[multiplied].operands
+        return grouped_quantized(rows, weight, sizes, key, operands, taken=window)
+
+    x, weight = matrices(18, (TOKENS, 64), (1, GROUPS, 32, 64), dtype=jnp.float32)
+    with pytest.raises(ValueError, match=naming(f"`x` codes {given}")):
+        jax.eval_shape(product, x, weight, jax.ShapeDtypeStruct((2,), jnp.uint32))
 
 
 def test_only_rows_with_a_place_count_for_the_scale_of_a_gradient():

@@ -124,7 +124,7 @@ def test_zeros_keep_their_sign_and_the_largest_and_smallest_float32_are_those_of
     x[:, 1::2] = -0.0
     x[0, 40] = 3.0
     check_quantize(x, format, implementation)
-    row = gtp.ops.quantize(jnp.asarray(x), format, implementation=implementation)
+    row = gtp.ops.quantize(device(x), format, implementation=implementation)
     assert_same_bits(gtp.ops.dequantize(row, jnp.float32, implementation=implementation), x)
     if row.scales is not None:
         assert np.asarray(row.scales)[-1, 0] == 0
@@ -143,7 +143,7 @@ def test_a_number_that_is_not_finite_spoils_its_block_and_no_other(format, imple
     height, width = format.block or (1, 1)
 
     def values(x):
-        pair = gtp.ops.quantize(jnp.asarray(x), format, axis="both", implementation=implementation)
+        pair = gtp.ops.quantize(device(x), format, axis="both", implementation=implementation)
         return [np.asarray(gtp.ops.dequantize(q, jnp.float32, implementation=implementation)) for q in pair]
 
     for value in (np.nan, -np.inf):

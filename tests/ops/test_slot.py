@@ -94,9 +94,13 @@ def test_a_slot_gets_the_gradient_unrounded_and_is_never_read(name):
 
 def test_codes_are_refused_by_a_product_that_does_not_multiply_them():
     x, w, _ = operands("linear")
-    codes = gtp.ops.quantize(w, FP8_E4M3, amax=power_of_two_amax(gtp.ops.multi_amax([w]), FP8_E4M3)[0])
+
+    def product(x, w):
+        codes = gtp.ops.quantize(w, FP8_E4M3, amax=power_of_two_amax(gtp.ops.multi_amax([w]), FP8_E4M3)[0])
+        return linear(x, SlottedWeight(codes, jnp.zeros(w.shape)))
+
     with pytest.raises(TypeError, match=naming("codes FP8_E4M3")):
-        linear(x, SlottedWeight(codes, jnp.zeros(w.shape)))
+        jax.eval_shape(product, x, w)
 
 
 @needs_target
