@@ -85,8 +85,8 @@ def assert_equal(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray], to
 
 def twins(make: Callable[[], nnx.Module]) -> tuple[nnx.Module, nnx.Module]:
     """Returns two models of the same arrays, which one program draws."""
-    graph, state = nnx.split(nnx.jit(make)())
-    return nnx.merge(graph, state), nnx.merge(graph, state)
+    model = nnx.jit(make)()
+    return model, nnx.clone(model)
 
 
 def together(

@@ -53,9 +53,9 @@ def loss(model, x):
 
 def test_annotations_are_kept_and_steps_are_those_without_a_mesh(x64):
     x = jnp.asarray(np.random.default_rng(0).normal(size=(8, WIDTH)))
-    wanted = train(make(False), loss, x, optimizer=PLAIN)
+    wanted = train(nnx.jit(lambda: make(False))(), loss, x, optimizer=PLAIN)
     with jax.set_mesh(mesh_of(data=2, fsdp=2, tp=2)):
-        model = gtp.shard(make(True), Block, min_size=64, roles=ROLES)
+        model = gtp.shard(nnx.jit(lambda: make(True))(), Block, min_size=64, roles=ROLES)
         block = model.layers[0]
         specs = [layer.kernel.get_value().sharding.spec for layer in (block.up, block.down, block.out)]
         # the author's partition of `up` has no axis to gather over, so the data axes are added; that of `down` has
@@ -74,7 +74,10 @@ def test_names_of_the_authors_own_are_mapped_to_axes_by_flax_rules(x64):
             return x + self.up(x).reshape(*x.shape, 4).sum(-1)
 
     x = jnp.asarray(np.random.default_rng(0).normal(size=(8, WIDTH)))
-    make = lambda: nnx.Sequential(*[Named(nnx.Rngs(i)) for i in range(2)])  # noqa: E731
+
+    def make():
+        return nnx.jit(lambda: nnx.Sequential(*[Named(nnx.Rngs(i)) for i in range(2)]))()
+
     with nnx.use_eager_sharding(False):
         wanted = train(make(), loss, x, optimizer=PLAIN)
     with jax.set_mesh(mesh_of(data=2, fsdp=2, tp=2)), nnx.logical_axis_rules((("wide", "tp"), ("narrow", "fsdp"))):
@@ -92,7 +95,7 @@ def test_names_of_the_authors_own_are_mapped_to_axes_by_flax_rules(x64):
 def test_rules_per_path_come_before_annotations_which_may_be_named_shardings(x64):
     mesh = mesh_of(data=2, fsdp=2, tp=2)
     with jax.set_mesh(mesh):
-        model = make(True)
+        model = nnx.jit(lambda: make(True))()
     model.layers[1].up.kernel.set_metadata(out_sharding=jax.NamedSharding(mesh, P(None, "tp")))
     model.layers[1].out.bias.set_metadata(out_sharding=jax.NamedSharding(mesh, P("tp")))
     specs = {"layers.0.down.kernel": P("fsdp"), "layers.0.out.kernel": None, "layers.0.up.kernel": P()}
@@ -165,7 +168,7 @@ SMALL = [
 def test_in_local_view_a_part_that_no_call_gathers_is_refused(factory, options, name):
     hook = gtp.hook.without_hook if options.get("specs") else contextlib.nullcontext
     with jax.set_mesh(gtp.make_mesh(gtp=4, tp=2)), hook(), pytest.raises(ValueError, match=naming(name, "tp gathers")):
-        state = gtp.TrainState.create(factory(nnx.Rngs(0), **options), optax.sgd(0.1))
+        state = gtp.TrainState.create(gtp.init(lambda rngs: factory(rngs, **options), nnx.Rngs(0)), optax.sgd(0.1))
         jax.eval_shape(
             lambda state: gtp.train.loss_and_gradients(summed, state, jnp.ones((16, 32)), view="local")[0], state
         )

@@ -18,7 +18,7 @@ from gtp_jax import hlo
 from ..hlo.programs import needs_target
 from .programs import HIDDEN, LAYERS, WIDTH, compiled
 from .recipes import ALL_MESHES, BATCH, Dense, assert_near, flat, trained
-from .steps import MESHES, scope
+from .steps import MESHES, scope, twins
 from .test_overlap_h200 import TABLE, elements
 
 SIZES = dict(hidden=192)
@@ -51,7 +51,7 @@ def gradients(model, recipe, view, microbatches=1):
 def pair(tp):
     """Returns a model of gtp_jax's own layers, and a sharded one of stock layers with the same weights."""
     own = placed(lambda rngs: Dense(rngs, own=True, tp=tp, **SIZES))
-    model = Dense(nnx.Rngs(0), own=False, tp=tp, **SIZES)
+    model = nnx.jit(lambda: Dense(nnx.Rngs(0), own=False, tp=tp, **SIZES))()
     for block, other in zip(model.blocks, own.blocks, strict=True):
         block.kernel.set_value(jnp.asarray(np.asarray(other.kernel.get_value())))
     return own, gtp.shard(model, "blocks.*", min_size=64)
@@ -96,10 +96,11 @@ def test_a_weight_has_the_sum_of_the_gradients_of_its_products_and_of_its_other_
         def __call__(self, x):
             return jnp.tanh(x @ self.kernel[...]) * self.kernel[0] + x @ self.kernel[...].T
 
-    make, x = lambda: nnx.Sequential(*[Scaled(nnx.Rngs(i)) for i in range(2)]), drawn(BATCH, 4, 64)  # noqa: E731
-    plain = nnx.jit(nnx.grad(lambda model: loss(model, x)[0] / x.size))(make())
+    x = drawn(BATCH, 4, 64)
+    one, other = twins(lambda: nnx.Sequential(*[Scaled(nnx.Rngs(i)) for i in range(2)]))
+    plain = nnx.jit(nnx.grad(lambda model: loss(model, x)[0] / x.size))(one)
     with scope(MESHES["gtp 8"]):
-        model = gtp.shard(make(), Scaled, min_size=64)
+        model = gtp.shard(other, Scaled, min_size=64)
         found, wanted = (gradients(model, recipe, "global") for recipe in (gtp.recipes.BF16(grad_wire="bf16"), None))
     for one, other in zip(wanted, jax.tree.leaves(plain), strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * np.abs(other).max())
@@ -135,7 +136,7 @@ def test_explain_names_what_is_exchanged_and_what_has_no_product():
 
     recipe = gtp.NVFP4(grad_wire="fp8")
     with scope(MESHES["gtp 8"]):
-        model = gtp.shard(nnx.Sequential(Convolved(nnx.Rngs(0))), Convolved, min_size=64)
+        model = gtp.shard(nnx.jit(lambda: nnx.Sequential(Convolved(nnx.Rngs(0))))(), Convolved, min_size=64)
         found = gtp.explain(model, recipe, call=lambda model: model(jnp.ones((BATCH, 4, 32))))
         life = str(gtp.explain(model, recipe, path="layers.0.linear.kernel"))
     assert found.narrow == ("layers.0.conv.kernel",)

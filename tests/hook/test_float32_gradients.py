@@ -31,6 +31,11 @@ def dense(rngs, own, tp=False):
     return Dense(rngs, own, hidden=192, tp=tp, dtype=BF16, init=normal)
 
 
+@nnx.jit
+def dense_stock():
+    return dense(nnx.Rngs(0), own=False)
+
+
 def loss(model, x):
     return jnp.sin(3 * model(x).astype(jnp.float32)).sum(), jnp.float32(x.size)
 
@@ -105,9 +110,9 @@ class Model(nnx.Module):
 def test_explain_names_the_weights_whose_gradients_keep_the_dtype_of_the_computation():
     tokens = jnp.ones((BATCH, 4), jnp.int32)
     with scope(ALL_MESHES["gtp 8"]):
-        model = gtp.shard(Model(nnx.Rngs(0)), "blocks.*", min_size=64, grad_reduce="float32")
+        model = gtp.shard(nnx.jit(Model)(nnx.Rngs(0)), "blocks.*", min_size=64, grad_reduce="float32")
         found = gtp.explain(model, call=lambda model: model(tokens))
-        plain = gtp.shard(Model(nnx.Rngs(0)), "blocks.*", min_size=64)
+        plain = gtp.shard(nnx.jit(Model)(nnx.Rngs(0)), "blocks.*", min_size=64)
         assert gtp.explain(plain, call=lambda model: model(tokens)).narrow == ()
         life = str(gtp.explain(model, path="blocks.0.heads.kernel"))
     assert re.search(naming("at least float32 products"), life)
@@ -130,8 +135,8 @@ class Loop(nnx.Module):
 
 def test_explain_tells_the_weights_of_a_loops_condition_from_those_of_its_body():
     with scope(ALL_MESHES["gtp 8"]):
-        model = Model(nnx.Rngs(0))
-        model.blocks = nnx.List([Loop(nnx.Rngs(0))])
+        model = nnx.jit(Model)(nnx.Rngs(0))
+        model.blocks = nnx.List([nnx.jit(Loop)(nnx.Rngs(0))])
         model = gtp.shard(model, "blocks.*", min_size=64, grad_reduce="float32")
         found = gtp.explain(model, call=lambda model: model(jnp.ones((BATCH, 32))))
     assert found.narrow == ("blocks.0.bound",)
@@ -171,7 +176,7 @@ def test_explain_names_exactly_the_weights_that_loops_hold_in_a_narrow_dtype():
         return gtp.shard(model, "blocks.*", min_size=64, grad_reduce="float32")
 
     with scope(ALL_MESHES["gtp 8"]):
-        found = gtp.explain(factory(nnx.Rngs(0)), call=lambda model: model(x))
+        found = gtp.explain(gtp.init(factory, nnx.Rngs(0)), call=lambda model: model(x))
         state = gtp.TrainState.create(gtp.init(factory, nnx.Rngs(0)), optax.sgd(1.0))
         _, gradients = jax.jit(lambda state, x: gtp.train.loss_and_gradients(loss, state, x))(state, x)
         gradients = flat(gradients)
@@ -195,7 +200,7 @@ class Idle(nnx.Module):
 
 def test_a_scan_of_no_iterations_returns_what_it_carries_and_rounds_no_gradient():
     x = np.random.default_rng(1).normal(size=(BATCH, 32)).astype(np.float32)
-    model, call = nnx.Sequential(Idle(nnx.Rngs(0))), nnx.jit(lambda model: model(x))
+    model, call = nnx.Sequential(nnx.jit(Idle)(nnx.Rngs(0))), nnx.jit(lambda model: model(x))
     wanted = call(model)
     with scope(ALL_MESHES["gtp 8"]):
         model = gtp.shard(model, Idle, min_size=64, grad_reduce="float32")
@@ -232,8 +237,8 @@ def test_remat_and_frozen_weights_change_no_gradient(remat):
             only = nnx.DiffState(0, nnx.PathContains(0)) if options else 0
             return next(iter(flat(nnx.jit(nnx.grad(mean, argnums=only))(model, x)).values()))
 
-    wanted = of_up(dense(nnx.Rngs(0), own=False), batch())
-    found = of_up(dense(nnx.Rngs(0), own=False), batch(), remat=remat)
+    wanted = of_up(dense_stock(), batch())
+    found = of_up(dense_stock(), batch(), remat=remat)
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
 
 
@@ -245,7 +250,7 @@ def test_second_derivatives_are_those_without_a_slot():
     found = []
     for grad_reduce in (None, "float32"):
         with scope(ALL_MESHES["gtp 8"]):
-            model = gtp.shard(dense(nnx.Rngs(0), own=False), "blocks.*", min_size=64, grad_reduce=grad_reduce)
+            model = gtp.shard(dense_stock(), "blocks.*", min_size=64, grad_reduce=grad_reduce)
             found.append(flat(nnx.jit(nnx.grad(penalty))(model, batch())))
     for name, gradient in found[0].items():
         assert np.linalg.norm(found[1][name] - gradient) < 2e-2 * np.linalg.norm(gradient)

@@ -14,7 +14,7 @@ import gtp_jax as gtp
 from gtp_jax import hlo
 
 from .models import Few, tokens
-from .steps import PLAIN, assert_equal, train
+from .steps import PLAIN, assert_equal, train, twins
 
 
 @contextlib.contextmanager
@@ -30,9 +30,10 @@ def loss(model, tokens):
 
 
 def test_steps_under_with_mesh_are_those_without_a_mesh(x64):
-    wanted = train(Few(), loss, tokens(), 2, PLAIN)
+    plain, model = twins(Few)
+    wanted = train(plain, loss, tokens(), 2, PLAIN)
     with legacy(dp=2, gtp=4):
-        model = gtp.shard(Few(), "blocks.*", min_size=64)
+        model = gtp.shard(model, "blocks.*", min_size=64)
         weight = model.blocks[0].kernel.get_value()
         assert weight.sharding.spec != P() and weight.addressable_shards[0].data.size * 8 == weight.size
         found = train(model, loss, tokens(), 2, PLAIN, stay=False)
@@ -43,7 +44,8 @@ def test_steps_under_with_mesh_are_those_without_a_mesh(x64):
 
 
 def test_another_mesh_by_with_mesh_is_refused(x64):
+    model, _ = twins(Few)
     with legacy(gtp=8):
-        model = gtp.shard(Few(), "blocks.*", min_size=64)
+        model = gtp.shard(model, "blocks.*", min_size=64)
     with legacy(dp=2, gtp=4), pytest.raises(ValueError, match=naming("`gtp_jax.shard` gtp 8")):
         model(tokens())

@@ -121,6 +121,9 @@ class Shared(nnx.Module):
         self.other = self.one
 
 
+shared = nnx.jit(Shared)
+
+
 class Scanned(nnx.Module):
     def __init__(self, rngs):
         self.layers = nnx.vmap(lambda rngs: nnx.Linear(8, 8, rngs=rngs))(rngs.fork(split=2))
@@ -135,11 +138,11 @@ class Mixed(nnx.Module):
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
-        (Shared, {}, "one also other"),
-        (Shared, dict(targets=["one"]), "`targets` 'one' also other"),
-        (Shared, dict(targets=["other"]), "`targets` 'other' also one"),
-        (Scanned, {}, "layers nnx.Linear (2, 8, 8) `Stack`"),
-        (lambda rngs: nnx.Linear(8, 8, rngs=rngs), {}, "Linear no layer"),
+        (shared, {}, "one also other"),
+        (shared, dict(targets=["one"]), "`targets` 'one' also other"),
+        (shared, dict(targets=["other"]), "`targets` 'other' also one"),
+        (nnx.jit(Scanned), {}, "layers nnx.Linear (2, 8, 8) `Stack`"),
+        (nnx.jit(lambda rngs: nnx.Linear(8, 8, rngs=rngs)), {}, "Linear no layer"),
         (drawn, {}, "layers.0.attention.key already"),
         (Mixed, dict(recipe=gtp.FP8()), "`recipe` FP8 second Flax"),
     ],
@@ -159,7 +162,7 @@ class Tuned(nnx.Module):
 @pytest.mark.parametrize("recipe", [gtp.FP8(), gtp.recipes.BF16(override={"layers.1": gtp.FP8()})])
 def test_a_recipe_that_quantizes_a_sharded_weight_is_refused_where_it_is_frozen(recipe):
     with jax.set_mesh(gtp.make_mesh(gtp=8)):
-        model = gtp.shard(Tuned(nnx.Rngs(0)), min_size=WIDTH * WIDTH)
+        model = gtp.shard(nnx.jit(Tuned)(nnx.Rngs(0)), min_size=WIDTH * WIDTH)
         with pytest.raises(ValueError, match=naming("`recipe` quantizes `gtp_jax.shard`")):
             gtp.nn.freeze(model, recipe)
         frozen = gtp.nn.freeze(model, gtp.FP8(exclude=("layers",)))
@@ -188,6 +191,6 @@ def test_frozen_parameters_of_own_layers_are_left_to_these_layers():
             self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(2)])
 
     with jax.set_mesh(gtp.make_mesh(gtp=8)):
-        model = gtp.shard(Around(nnx.Rngs(0)), min_size=WIDTH)  # the size of the frozen scale
+        model = gtp.shard(nnx.jit(Around)(nnx.Rngs(0)), min_size=WIDTH)  # the size of the frozen scale
         assert not isinstance(model.own.scale, nnx.Param)
         assert model.layers[0].kernel.get_raw_value().sharding.spec[0] == "gtp"

@@ -1,6 +1,7 @@
 """To Python, Flax and orbax, a sharded model is the same model as before."""
 
 import copy
+import functools
 import pickle
 from typing import Any
 
@@ -29,8 +30,11 @@ def make(rngs=None):
     return GPT2(nnx.Rngs(0, dropout=1) if rngs is None else rngs, depth=DEPTH)
 
 
+drawn = nnx.jit(make)
+
+
 def sharded(**options):
-    return gtp.shard(make(), min_size=64, **options)
+    return gtp.shard(drawn(), min_size=64, **options)
 
 
 @nnx.jit
@@ -44,7 +48,7 @@ def output(model):
 
 
 def test_classes_paths_and_methods_are_those_they_were(x64):
-    plain = make()
+    plain = drawn()
     with scope(MESHES["gtp 8"]):
         model = sharded()
         assert isinstance(model, GPT2) and all(isinstance(block, Block) for block in model.blocks)
@@ -54,8 +58,13 @@ def test_classes_paths_and_methods_are_those_they_were(x64):
         assert paths[0] == paths[1]
 
 
+@jax.jit
+def mixed(a, b):
+    return 0.75 * a + 0.25 * b
+
+
 def averaged(one, other):
-    return jax.tree.map(lambda a, b: 0.75 * a + 0.25 * b, nnx.state(one, nnx.Param), nnx.state(other, nnx.Param))
+    return jax.tree.map(mixed, nnx.state(one, nnx.Param), nnx.state(other, nnx.Param))
 
 
 def test_states_of_two_blocks_and_of_twin_networks_are_mapped_together(x64):
@@ -63,7 +72,7 @@ def test_states_of_two_blocks_and_of_twin_networks_are_mapped_together(x64):
     found = []
     for degrees in (MESHES["gtp 8"], None):
         with scope(degrees):
-            twins = [GPT2(nnx.Rngs(seed), depth=DEPTH) for seed in range(2)]
+            twins = [drawn(nnx.Rngs(seed)) for seed in range(2)]
             if degrees is not None:
                 twins = [gtp.shard(model, min_size=64) for model in twins]
             stored = nnx.state(twins[0])
@@ -85,7 +94,7 @@ def called(block, x):
 def test_a_program_of_one_block_serves_another_only_if_the_recipe_treats_them_alike():
     x = np.random.default_rng(0).normal(size=(8, 64)).astype("float32")
     with scope(MESHES["gtp 8"]):
-        block = lambda: nnx.Linear(64, 64, rngs=nnx.Rngs(0))  # noqa: E731
+        block = nnx.jit(lambda: nnx.Linear(64, 64, rngs=nnx.Rngs(0)))
         model = gtp.shard(nnx.Sequential(block(), block()), nnx.Linear, min_size=64)
         plain = [np.asarray(called(layer, x)) for layer in model.layers]
         with gtp.use_recipe(gtp.MXFP8(exclude=("layers.1",))):
@@ -169,12 +178,12 @@ def test_a_model_is_created_as_shards(x64):
 
 def test_without_the_hook_a_model_takes_forward_mode(x64):
     with scope(MESHES["gtp 8"]):
-        graph, state = nnx.split(gtp.shard(Few(), "blocks.*", min_size=64))
+        graph, state = nnx.split(gtp.shard(nnx.jit(Few)(), "blocks.*", min_size=64))
         function = lambda state: jnp.sin(nnx.merge(graph, state)(tokens())).mean()  # noqa: E731
-        ones = jax.tree.map(jnp.ones_like, state)
+        ones = jax.jit(functools.partial(jax.tree.map, jnp.ones_like))(state)
         with gtp.hook.without_hook():
             _, along = jax.jit(lambda state: jax.jvp(function, (state,), (ones,)))(state)
-        wanted = sum(g.sum() for g in jax.tree.leaves(jax.jit(jax.grad(function))(state)))
+        wanted = sum(np.sum(g) for g in jax.tree.leaves(jax.jit(jax.grad(function))(state)))
         np.testing.assert_allclose(along, wanted, rtol=1e-12)
         with pytest.raises(TypeError, match=naming("gtp_jax.hook.without_hook")):
             jax.jvp(function, (state,), (ones,))
@@ -190,6 +199,7 @@ class Scaled(nnx.Module):
         return self.scale * self.block(x)
 
 
+scaled = nnx.jit(Scaled)
 FORWARD = {
     "jvp": lambda f, x: jax.jvp(f, (x,), (x,)),
     "jvp in jit": lambda f, x: jax.jit(lambda x: jax.jvp(f, (x,), (x,)))(x),
@@ -211,7 +221,7 @@ FORWARD = {
 def test_every_way_to_forward_mode_leads_to_the_context_without_the_hook(way):
     x = jnp.ones((8, 16))
     with scope(MESHES["gtp 8"]):
-        model = gtp.shard(Scaled(), "block", min_size=64)
+        model = gtp.shard(scaled(), "block", min_size=64)
         graph, state = nnx.split(model)
         held: Any = state["scale"]
         with pytest.raises(TypeError, match=naming("Linear `jax.linearize` reverse gtp_jax.hook.without_hook")):
@@ -224,13 +234,13 @@ def test_every_way_to_forward_mode_leads_to_the_context_without_the_hook(way):
 def test_a_gradient_in_a_forward_derivative_is_not_refused_for_a_derivative_by_weights(x64):
     x = jnp.ones((8, 16))
     with scope(MESHES["gtp 8"]):
-        graph, state = nnx.split(gtp.shard(Scaled(), "block", min_size=64))
+        graph, state = nnx.split(gtp.shard(scaled(), "block", min_size=64))
         along = lambda state: jax.jvp(lambda x: nnx.merge(graph, state)(x).sum(), (x,), (x,))[1]  # noqa: E731
         with pytest.raises(TypeError, match=naming("Linear gtp_jax.hook.without_hook")):
             jax.jit(jax.grad(along)).lower(state)
-        transposed = jax.linear_transpose(jax.linearize(nnx.merge(graph, state), x)[1], x)
-        gradient = jax.grad(lambda x: nnx.merge(graph, state)(x).sum())(x)
-        np.testing.assert_allclose(transposed(jnp.ones((8, 16)))[0], gradient, rtol=1e-12)
+        transpose = lambda x: jax.linear_transpose(jax.linearize(nnx.merge(graph, state), x)[1], x)  # noqa: E731
+        gradient = jax.jit(jax.grad(lambda x: nnx.merge(graph, state)(x).sum()))(x)
+        np.testing.assert_allclose(jax.jit(lambda x: transpose(x)(x))(x)[0], gradient, rtol=1e-12)
 
 
 @jax.custom_vjp
@@ -266,24 +276,27 @@ class Around(nnx.Module):
         return self.layers[0](doubled(x) if self.outside else x)
 
 
+around = nnx.jit(Around, static_argnames=("outside", "differentiates"))
+
+
 def test_forward_mode_is_refused_because_of_a_users_custom_vjp_where_that_is_the_cause():
     x = jnp.ones((8, 16))
     with scope(MESHES["gtp 8"]):
-        outside = gtp.shard(Around(outside=True), "layers.*", min_size=64)
+        outside = gtp.shard(around(outside=True), "layers.*", min_size=64)
         with pytest.raises(TypeError, match=naming("Around doubled(x) __call__")):
             jax.jvp(outside, (x,), (x,))
-        within = gtp.shard(Around(differentiates=True), "layers.*", min_size=64)
+        within = gtp.shard(around(differentiates=True), "layers.*", min_size=64)
         with pytest.raises(TypeError, match=naming("Doubling `doubled_bwd`")):
             within(x)
-        both = gtp.shard(Around(), "layers.*", min_size=64)
+        both = gtp.shard(around(), "layers.*", min_size=64)
         with pytest.raises(TypeError, match=naming("`gtp_jax.hook.without_hook` doubled")):
             jax.jvp(both, (x,), (x,))
 
 
 def test_without_the_hook_local_view_is_refused_because_each_rank_would_compute_with_its_shard():
     with scope(MESHES["gtp 8"]):
-        layers = [nnx.Linear(16, 16, rngs=nnx.Rngs(i)) for i in range(2)]
-        state = gtp.TrainState.create(gtp.shard(nnx.Sequential(*layers), nnx.Linear, min_size=64), optax.sgd(0.1))
+        made = nnx.jit(lambda: nnx.Sequential(*[nnx.Linear(16, 16, rngs=nnx.Rngs(i)) for i in range(2)]))
+        state = gtp.TrainState.create(gtp.shard(made(), nnx.Linear, min_size=64), optax.sgd(0.1))
         step = gtp.train_step(lambda model, x: (jnp.sum(model(x)), x.shape[0]), optax.sgd(0.1), view="local")
         step.lower(state, jnp.ones((8, 16)))
         refused = naming("local view", "kernel of Linear", "(2, 16)", "global `without_hook`")

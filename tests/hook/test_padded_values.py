@@ -106,7 +106,7 @@ def test_arrays_of_an_unsharded_model_are_stored_padded_again(x64):
 @pytest.mark.full
 def test_models_that_are_abstract_or_concrete_are_padded_alike(x64):
     with on(gtp=7):
-        concrete = gtp.shard(Model(nnx.Rngs(0)), "blocks.*", min_size=80)
+        concrete = gtp.shard(nnx.jit(Model)(nnx.Rngs(0)), "blocks.*", min_size=80)
         abstract = gtp.shard(nnx.eval_shape(lambda: Model(nnx.Rngs(0))), "blocks.*", min_size=80)
         made, planned = make(), abstract_model(sharded)
     wanted = [(v.get_raw_value().shape, v.get_raw_value().sharding.spec) for v in _params(made)]
@@ -154,7 +154,7 @@ def test_nnx_optimizer_refuses_a_padded_model(name, x64):
 
 def test_linen_refuses_to_store_a_padded_weight(x64):
     with on(gtp=7), pytest.raises(ValueError, match=naming("padded Linen")):
-        nnx.bridge.to_linen(lambda rngs: sharded(rngs)).init(jax.random.key(0), batches(1)[0])
+        jax.jit(nnx.bridge.to_linen(lambda rngs: sharded(rngs)).init)(jax.random.key(0), batches(1)[0])
 
 
 def normalized(_, value):
@@ -183,7 +183,7 @@ def test_parameters_of_other_classes_or_with_hooks_are_stored_whole(x64):
     for degree in (1, 7):
         with on(gtp=degree):
             model = gtp.init(lambda rngs: gtp.shard(Special(rngs), Special, min_size=80), nnx.Rngs(0))
-            found.append(np.asarray(model(x)))
+            found.append(np.asarray(nnx.jit(lambda model: model(x))(model)))
     assert [v.get_raw_value().shape for v in (model.own, model.hooked, model.plain.kernel)] == [(26, 26)] * 2 + [
         (28, 26)
     ]
@@ -206,4 +206,4 @@ def test_weights_that_the_core_and_a_replica_pad_differently_move_by_their_logic
 
 def test_a_partition_by_name_that_does_not_divide_a_weight_is_refused_rather_than_padded(x64):
     with on(gtp=7), pytest.raises(ValueError, match=naming("7 ranks gtp dimension 0")):
-        gtp.shard(Model(nnx.Rngs(0)), "blocks.*", min_size=80, specs={"last.kernel": jax.P("gtp")})
+        gtp.shard(nnx.jit(Model)(nnx.Rngs(0)), "blocks.*", min_size=80, specs={"last.kernel": jax.P("gtp")})

@@ -50,7 +50,7 @@ DEGREES = [{"dp": 2, "gtp": 2, "tp": 2}, {"gtp": 8}, {"dp": 2, "gtp": 4}]
 def test_a_step_leaves_every_array_where_it_was(degrees, key):
     mesh = gtp.make_mesh(**degrees)
     with jax.set_mesh(mesh):
-        model = gtp.shard(Model(nnx.Rngs(0)), "layers.*")
+        model = gtp.shard(nnx.jit(Model)(nnx.Rngs(0)), "layers.*")
         optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
         tokens = jax.random.randint(key, (8, 32), 0, 512)
         tokens = jax.device_put(tokens, jax.NamedSharding(mesh, jax.P("gtp")))  # XLA is free to use dp

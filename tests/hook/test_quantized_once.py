@@ -87,7 +87,8 @@ def test_weights_that_a_loss_has_replaced_are_quantized_anew():
     values = []
     for make, function in ((lambda rngs: negated(Model(rngs)), loss), (Model, lambda m, t: loss(negated(m), t))):
         with scope(MESHES["gtp 8"]):
-            state = gtp.TrainState.create(sharded(nnx.Rngs(0), make), optax.sgd(0.1))
+            model = gtp.init(lambda rngs, make=make: sharded(rngs, make), nnx.Rngs(0))
+            state = gtp.TrainState.create(model, optax.sgd(0.1))
             values.append(float(gtp.eval_step(function, recipe=gtp.NVFP4())(state, tokens())["loss"]))
     np.testing.assert_allclose(*values, rtol=1e-6)
 
@@ -123,7 +124,7 @@ def test_modules_with_the_same_path_keep_their_own_codes_and_share_those_of_a_la
     x = np.random.default_rng(0).normal(size=(BATCH, LENGTH, WIDTH)).astype(np.float32)
     loss = lambda model, x: (jnp.square(model(x)).sum(), jnp.float32(x.size))  # noqa: E731
     with scope(MESHES["dp 2, gtp 4"]):
-        model, recipe = make(nnx.Rngs(0)), gtp.NVFP4(exclude=())
+        model, recipe = gtp.init(make, nnx.Rngs(0)), gtp.NVFP4(exclude=())
         state = gtp.TrainState.create(model, optax.sgd(0.1))
         once = jax.jit(lambda state: gtp.train.loss_and_gradients(loss, state, x, recipe=recipe, view=view)[0])(state)
         with gtp.use_recipe(recipe):
@@ -156,7 +157,7 @@ USED = [*(("gtp 8", name) for name in (*RECIPES, "a format of one's own")), ("dp
 def test_a_step_multiplies_what_calls_multiply_that_quantize_for_themselves(mesh, name):
     recipe = RECIPES[name] if name in RECIPES else RowScaledRecipe()
     with scope(MESHES[mesh]):
-        model = sharded(nnx.Rngs(0), OfMixed)
+        model = gtp.init(lambda rngs: sharded(rngs, OfMixed), nnx.Rngs(0))
         state = gtp.TrainState.create(model, optax.sgd(0.1))
         once = jax.jit(lambda state: gtp.train.loss_and_gradients(mean_loss, state, tokens(), recipe=recipe))(state)
         with gtp.use_recipe(recipe):

@@ -54,7 +54,7 @@ def make(methods=("__call__",)):
 def computed(loss, view, factory=None):
     """Returns the metrics and the gradients of a batch, by one program."""
     with scope(dict(gtp=8)):
-        state = gtp.TrainState.create((factory or make())(nnx.Rngs(0)), PLAIN)
+        state = gtp.TrainState.create(gtp.init(factory or make(), nnx.Rngs(0)), PLAIN)
         run = jax.jit(functools.partial(gtp.train.loss_and_gradients, loss, view=view))
         return jax.tree.map(np.asarray, run(state, np.ones((8, WIDTH), np.float32))[:2])
 
@@ -105,10 +105,11 @@ def test_a_hook_of_the_models_author_still_runs():
             for block in self.blocks:
                 block.linear.kernel.set_metadata(on_get_value=doubled)
 
-    plain = Doubling(nnx.Rngs(0))(jnp.ones((8, WIDTH)))
+    x = np.ones((8, WIDTH), np.float32)
+    plain = nnx.jit(lambda x: Doubling(nnx.Rngs(0))(x))(x)
     with scope(dict(gtp=8)):
-        model = gtp.shard(Doubling(nnx.Rngs(0)), "blocks.*", min_size=64)
-        np.testing.assert_allclose(model(jnp.ones((8, WIDTH))), plain, rtol=1e-5)
+        model = gtp.shard(nnx.jit(Doubling)(nnx.Rngs(0)), "blocks.*", min_size=64)
+        np.testing.assert_allclose(nnx.jit(lambda model: model(x))(model), plain, rtol=1e-5)
 
 
 class Adding(nnx.Module):
@@ -157,11 +158,12 @@ def looked_up(model, tokens):
 def looking(view, **options):
     """Returns the loss and the gradients; without a mesh if there is no view."""
     tokens = np.arange(32).reshape(16, 2) % 8  # a shard has these rows too, so only the check notices that it is one
+    make = lambda: Looking(nnx.Rngs(0), **options)  # noqa: E731
     if not view:
         mean = lambda model: looked_up(model, tokens)[0] / tokens.size  # noqa: E731
-        return nnx.jit(nnx.value_and_grad(mean))(Looking(nnx.Rngs(0), **options))
+        return nnx.jit(nnx.value_and_grad(mean))(nnx.jit(make)())
     with scope(dict(gtp=8)):
-        state = gtp.TrainState.create(gtp.shard(Looking(nnx.Rngs(0), **options), "blocks.*", min_size=64), PLAIN)
+        state = gtp.TrainState.create(gtp.shard(nnx.jit(make)(), "blocks.*", min_size=64), PLAIN)
         return jax.jit(functools.partial(gtp.train.loss_and_gradients, looked_up, view=view))(state, tokens)[:2]
 
 

@@ -29,7 +29,7 @@ def test_an_outer_product_with_a_weight_is_not_rounded_to_fp8():
 
     x = drawn(8)
     with scope(MESHES["gtp 8"]), gtp.use_recipe(gtp.FP8(matmuls=True)):
-        model = gtp.shard(nnx.Sequential(Outer(nnx.Rngs(0))), Outer, min_size=64)
+        model = gtp.shard(nnx.jit(lambda: nnx.Sequential(Outer(nnx.Rngs(0))))(), Outer, min_size=64)
         found, values = nnx.jit(lambda model, x: model(x))(model, x)
     np.testing.assert_allclose(found, np.asarray(x)[:, None, None] * np.asarray(values), rtol=1e-6)
 
@@ -70,7 +70,7 @@ def test_matmuls_are_those_of_gtp_jax_own_layers(name, way, mesh):
 
     value_and_grad = nnx.jit(nnx.value_and_grad(loss, argnums=(0, 1)))
     with scope(ALL_MESHES[mesh]):
-        model = Dense(nnx.Rngs(0), own=False, **sizes)
+        model = nnx.jit(lambda: Dense(nnx.Rngs(0), own=False, **sizes))()
         with gtp.use_recipe(recipe):
             own = placed(lambda rngs: Dense(rngs, own=True, **sizes))
             wanted = value_and_grad(own, x)
@@ -179,7 +179,7 @@ def test_weights_with_the_same_path_are_rounded_by_bits_of_their_own():
     def gradients(recipe):
         loss = lambda model, x: (jnp.sin(3 * model(x)).sum(), jnp.float32(x.size))  # noqa: E731
         with scope(MESHES["gtp 8"]):
-            state = gtp.TrainState.create(Twins(nnx.Rngs(0)), optax.sgd(1.0))
+            state = gtp.TrainState.create(gtp.init(Twins, nnx.Rngs(0)), optax.sgd(1.0))
             x = drawn(BATCH, 4, 64)
             return list(
                 flat(jax.jit(lambda s: gtp.train.loss_and_gradients(loss, s, x, recipe=recipe)[1])(state)).values()
@@ -193,8 +193,8 @@ def test_weights_with_the_same_path_are_rounded_by_bits_of_their_own():
 def test_a_product_across_blocks_of_one_row_stays_as_it_is_and_is_reported():
     x = drawn(BATCH, 64)
     with scope(MESHES["gtp 8"]):
-        model = nnx.Sequential(*[Turned(linear.kernel[...]) for linear in Dense(nnx.Rngs(0), own=False).blocks])
-        model = gtp.shard(model, Turned, min_size=64)
+        dense = nnx.jit(lambda: Dense(nnx.Rngs(0), own=False))()
+        model = gtp.shard(nnx.Sequential(*[Turned(one.kernel[...]) for one in dense.blocks]), Turned, min_size=64)
         call = nnx.jit(lambda model, x: model(x))
         with gtp.use_recipe(gtp.MXFP8()):
             wanted = call(model, x)
@@ -219,7 +219,7 @@ def test_a_product_in_blocks_contracts_what_blocks_run_along_in_order(name, way)
 
     x, recipe = drawn(BATCH, 64), MATMULS[name]
     with scope(MESHES["gtp 8"]):
-        model = gtp.shard(nnx.Sequential(Shuffled(nnx.Rngs(0))), Shuffled, min_size=64)
+        model = gtp.shard(nnx.jit(lambda: nnx.Sequential(Shuffled(nnx.Rngs(0))))(), Shuffled, min_size=64)
         found = gtp.explain(model, recipe, call=lambda model: model(x))
     assert found.unmultiplied == (() if way == "reshaped" else ("layers.0.kernel",))
 
@@ -228,7 +228,7 @@ def test_a_product_in_blocks_contracts_what_blocks_run_along_in_order(name, way)
 def test_matmuls_in_blocks_multiply_what_the_oracle_says_operands_are_rounded_to(name):
     recipe, random = MATMULS[name], np.random.default_rng(0)
     x, g = (random.normal(size=(8, 32, size)).astype(np.float32) for size in (64, 96))
-    model = nnx.Sequential(nnx.Linear(64, 96, use_bias=False, rngs=nnx.Rngs(0)))
+    model = nnx.jit(lambda: nnx.Sequential(nnx.Linear(64, 96, use_bias=False, rngs=nnx.Rngs(0))))()
     with scope(MESHES["gtp 8"]), gtp.use_recipe(recipe):
         kernel = np.asarray(model.layers[0].kernel[...])
         model = gtp.shard(model, nnx.Linear, min_size=64)
@@ -271,7 +271,7 @@ def test_explain_names_the_weights_whose_products_are_found_and_those_that_stay_
             return jax.lax.scan(lambda x, _: (x @ self.scanned[...], None), x, length=2)[0]
 
     with scope(MESHES["gtp 8"]):
-        model = gtp.shard(nnx.Sequential(Mixed(nnx.Rngs(0))), Mixed, min_size=128)
+        model = gtp.shard(nnx.jit(lambda: nnx.Sequential(Mixed(nnx.Rngs(0))))(), Mixed, min_size=128)
         found = gtp.explain(model, FP8, call=lambda model: model(jnp.ones((BATCH, 16, WIDTH))))
     names = [f"layers.0.{name}" for name in ("batched", "conv.kernel", "scanned", "table", "wide")]
     assert sorted(found.unmultiplied) == names and ", ".join(found.unmultiplied) in str(found)

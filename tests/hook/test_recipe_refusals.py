@@ -30,8 +30,8 @@ class Writing(nnx.Module):
 )
 def test_writing_a_quantized_weight_is_refused(written):
     with scope(MESHES["gtp 8"]), gtp.use_recipe(gtp.NVFP4()):
-        blocks = (Writing(written, nnx.Rngs(i)) for i in range(2))
-        model = gtp.shard(nnx.Sequential(*blocks), Writing, min_size=64)
+        made = nnx.jit(lambda: nnx.Sequential(*(Writing(written, nnx.Rngs(i)) for i in range(2))))()
+        model = gtp.shard(made, Writing, min_size=64)
         with pytest.raises(ValueError, match=naming("writes layers.0.linear.kernel")):
             jax.eval_shape(model, X)
 
@@ -47,7 +47,7 @@ class Holder(nnx.Module):
 
 def test_a_quantized_weight_that_flax_passes_through_its_owners_method_is_refused():
     with scope(MESHES["gtp 8"]):
-        model = gtp.shard(Holder(nnx.Rngs(0)), "blocks.*", min_size=64)
+        model = gtp.shard(nnx.jit(Holder)(nnx.Rngs(0)), "blocks.*", min_size=64)
         scale = np.asarray(model.scale.get_value())
         with gtp.use_recipe(gtp.NVFP4()), pytest.raises(ValueError, match=naming("writes scale block")):
             nnx.jit(lambda model, x: model(x))(model, X)
@@ -56,7 +56,7 @@ def test_a_quantized_weight_that_flax_passes_through_its_owners_method_is_refuse
 
 def test_patterns_that_match_nothing_are_refused():
     with scope(MESHES["gtp 8"]):
-        model = gtp.shard(Holder(nnx.Rngs(0), wrap=lambda call: call), "blocks.*", min_size=64)
+        model = gtp.shard(nnx.jit(lambda: Holder(nnx.Rngs(0), wrap=lambda call: call))(), "blocks.*", min_size=64)
         with pytest.raises(ValueError, match=naming("'mlp' blocks.0.kernel")):
             gtp.explain(model, gtp.NVFP4(exclude=("mlp",)))
 
@@ -89,7 +89,7 @@ def test_what_sharded_models_do_not_support_is_refused(name):
 def test_second_derivatives_of_fp8_matmuls_are_refused():
     x = jnp.ones((BATCH, 64))
     with scope(MESHES["gtp 8"]), gtp.use_recipe(FP8):
-        model = gtp.shard(Dense(nnx.Rngs(0), own=False), "blocks.*", min_size=64)
+        model = gtp.shard(nnx.jit(lambda: Dense(nnx.Rngs(0), own=False))(), "blocks.*", min_size=64)
         inner = lambda x: jax.grad(lambda x: jnp.sin(model(x)).sum())(x)  # noqa: E731
         with pytest.raises(TypeError, match=naming("`linear_fp8`")):
             jax.eval_shape(jax.grad(lambda x: (inner(x) ** 2).sum()), x)

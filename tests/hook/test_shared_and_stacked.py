@@ -128,7 +128,7 @@ class TwoPaths(nnx.Module):
 
 def test_a_shared_module_is_known_by_each_of_its_paths():
     with scope(MESHES["gtp 8"]):
-        model = gtp.shard(TwoPaths(nnx.Rngs(0)), "blocks.*", min_size=64, specs={"blocks.2.kernel": P("gtp")})
+        model = gtp.shard(nnx.jit(TwoPaths)(nnx.Rngs(0)), "blocks.*", min_size=64, specs={"blocks.2.kernel": P("gtp")})
         assert model.entry.kernel.get_value().sharding.spec == P("gtp")
         found = gtp.explain(model, gtp.FP8(exclude=("blocks.2",)), call=lambda model: model(jnp.ones((8, WIDTH))))
     unit = next(unit for unit in found.units if "entry" in (unit.module, *unit.also))
@@ -150,16 +150,20 @@ class Predictors(nnx.Module):
         )
 
 
+predictors = nnx.jit(Predictors)
+
+
 @pytest.mark.parametrize("path", ["head.embed", "predictors.1.head.embed"])
 def test_what_a_shared_module_shares_is_known_by_each_of_its_paths(path):
     with scope(MESHES["gtp 8"]):
-        model = gtp.shard(Predictors(nnx.Rngs(0)), nnx.Linear, min_size=64, specs={f"{path}.*": P(None, "gtp")})
+        model = gtp.shard(predictors(nnx.Rngs(0)), nnx.Linear, min_size=64, specs={f"{path}.*": P(None, "gtp")})
         assert model.embed.embedding.get_value().sharding.spec == P(None, "gtp")
 
 
 def test_a_list_that_holds_one_module_several_times_has_it_as_its_block():
     with scope(MESHES["gtp 8"]):
-        model = gtp.shard(nnx.Sequential(*[nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))] * 3), min_size=64)
+        model = nnx.jit(lambda: nnx.Sequential(*[nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))] * 3))()
+        model = gtp.shard(model, min_size=64)
         found = gtp.explain(model, call=lambda model: model(inputs()))
     assert [call.prefetched for call in found.calls] == [False, True, True]
 
@@ -189,7 +193,7 @@ def test_layers_that_a_scan_takes_apart_are_gathered_one_by_one(x64):
 
 def test_explain_reports_the_slices_that_a_scan_gathers():
     with scope(MESHES["gtp 8"]):
-        model = gtp.shard(Scanned(), Block, min_size=64)
+        model = gtp.shard(nnx.jit(Scanned)(), Block, min_size=64)
         whole = gtp.explain(model, gtp.NVFP4())
         found = gtp.explain(model, gtp.NVFP4(), call=lambda model: model(jnp.ones((16, WIDTH))))
     up, wide = (next(w for w in one.weights if w.weight == "layers.up.kernel") for one in (found, whole))
@@ -202,7 +206,7 @@ def test_explain_reports_the_slices_that_a_scan_gathers():
 
 def test_a_scan_over_a_dimension_that_is_sharded_is_refused(x64):
     with scope(MESHES["gtp 8"]):
-        model = gtp.shard(Scanned(8), Block, min_size=64, specs={"layers.up.kernel": P("gtp")})
+        model = gtp.shard(nnx.jit(lambda: Scanned(8))(), Block, min_size=64, specs={"layers.up.kernel": P("gtp")})
         with pytest.raises(ValueError, match=naming("layers.up.kernel 3 (16, 32) `specs`")):
             model(inputs())
 

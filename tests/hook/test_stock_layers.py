@@ -10,7 +10,7 @@ from flax import nnx
 import gtp_jax as gtp
 
 from .models import F64, GPT2, WIDTH, mean_of, tokens
-from .steps import MESHES, PLAIN, scope, train
+from .steps import MESHES, scope, together, twins
 
 
 class Block(nnx.Module):
@@ -47,10 +47,7 @@ def loss(model, tokens):
     "dtype, tolerance", [({}, 2e-6), pytest.param(dict(dtype=jnp.bfloat16), 3e-2, marks=pytest.mark.full)]
 )
 def test_steps_in_the_layers_own_dtypes_are_those_without_a_mesh(dtype, tolerance):
-    plain, batch = Model(**dtype), tokens()
-    wanted = train(plain, loss, batch, 1, PLAIN)
-    with scope(MESHES["gtp 8"]):
-        found = train(gtp.shard(Model(**dtype), min_size=64), loss, batch, 1, PLAIN)
+    found, wanted = together(lambda: Model(**dtype), loss, tokens(), MESHES["gtp 8"], steps=1)
     first = [name for name in wanted if name.startswith("first")]
     # the gradient of the keys' bias is zero except for rounding
     size = max(float(np.abs(wanted[name]).max()) for name in first if "gradient" in name)
@@ -152,9 +149,10 @@ def test_an_adapter_may_copy_the_metadata_of_a_weight_of_another_shape(x64):
             block.attention.qkv = Adapted(block.attention.qkv, nnx.Rngs(5))
         return model
 
-    wanted = of_adapters(adapted(gpt2()), tokens())
+    plain, other = twins(gpt2)
+    wanted = of_adapters(adapted(plain), tokens())
     with scope(MESHES["gtp 8"]):
-        model = adapted(gtp.shard(gpt2(), "blocks.*", min_size=64))
+        model = adapted(gtp.shard(other, "blocks.*", min_size=64))
         found = of_adapters(model, tokens())
         assert "placement" in model.blocks[0].attention.qkv.a.get_metadata()
     assert_leaves_close(found, wanted)

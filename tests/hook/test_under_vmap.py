@@ -18,6 +18,7 @@ from selection import others_full
 import gtp_jax as gtp
 
 from .models import F64
+from .steps import twins
 
 
 def of_one_example(rngs):
@@ -87,9 +88,10 @@ def test_gradients_are_those_without_a_mesh(make, blocks, call, x64, key):
         return (called(model, x) ** 2).mean()
 
     x = jax.random.normal(key, (8, 16), jnp.float64)
-    value, expected = nnx.jit(nnx.value_and_grad(loss))(make(nnx.Rngs(0)), x)
+    plain, model = twins(lambda: make(nnx.Rngs(0)))
+    value, expected = nnx.jit(nnx.value_and_grad(loss))(plain, x)
     with jax.set_mesh(gtp.make_mesh(gtp=8)):
-        model = gtp.shard(make(nnx.Rngs(0)), blocks, min_size=64)
+        model = gtp.shard(model, blocks, min_size=64)
         found_value, found = nnx.jit(nnx.value_and_grad(loss))(model, x)
     assert abs(found_value - value) < 1e-12
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
@@ -99,12 +101,12 @@ def test_gradients_are_those_without_a_mesh(make, blocks, call, x64, key):
 def test_no_weight_is_copied_for_each_example(x64, key):
     x = jax.random.normal(key, (24, 16), jnp.float64)
     with jax.set_mesh(gtp.make_mesh(gtp=8)):
-        model = gtp.shard(of_one_example(nnx.Rngs(0)), nnx.Linear, min_size=64)
+        model = gtp.shard(nnx.jit(of_one_example)(nnx.Rngs(0)), nnx.Linear, min_size=64)
         program = str(jax.make_jaxpr(lambda x: jax.vmap(model)(x))(x))
     assert "f64[24,16]" in program and "f64[24,16,16]" not in program
 
 
-def test_what_examples_share_and_is_no_float_stays_shared(key):
+def test_what_examples_share_and_is_no_float_stays_shared():
     class Counting(nnx.Module):
         def __init__(self, rngs):
             self.linear = nnx.Linear(16, 16, rngs=rngs)
@@ -113,8 +115,8 @@ def test_what_examples_share_and_is_no_float_stays_shared(key):
             return self.linear(x), jnp.int32(7)
 
     with jax.set_mesh(gtp.make_mesh(gtp=8)):
-        model = gtp.shard(nnx.Sequential(Counting(nnx.Rngs(0))), Counting, min_size=64)
-        _, count = jax.vmap(model, out_axes=(0, None))(jax.random.normal(key, (8, 16)))
+        model = gtp.shard(nnx.jit(lambda: nnx.Sequential(Counting(nnx.Rngs(0))))(), Counting, min_size=64)
+        _, count = nnx.jit(lambda model, x: jax.vmap(model, out_axes=(0, None))(x))(model, jnp.ones((8, 16)))
     assert count == 7
 
 

@@ -10,7 +10,7 @@ from flax import nnx
 import gtp_jax as gtp
 
 from .models import F64, WIDTH
-from .steps import MESHES, assert_equal, scope, together, train
+from .steps import MESHES, assert_equal, scope, together, train, twins
 
 SCALE = contextvars.ContextVar("scale", default=1.0)
 
@@ -74,7 +74,7 @@ def test_variables_attributes_and_new_variables_are_written_as_without_a_mesh(x6
 
 def test_a_block_runs_once_per_call(x64):
     with scope(MESHES["gtp 8"]):
-        model = gtp.shard(Model(), min_size=64)
+        model = gtp.shard(nnx.jit(Model)(), min_size=64)
         nnx.jit(nnx.grad(loss))(model, jnp.ones((8, WIDTH)))
         assert [block.calls for block in model.blocks] == [1, 1]
 
@@ -183,9 +183,10 @@ class Outer(nnx.Module):
 def test_what_a_model_and_its_blocks_sow_is_captured():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(8, WIDTH)), jnp.float32)
     run = nnx.jit(lambda model, x: nnx.capture(model, nnx.Intermediate)(x)[1])
-    wanted = run(Outer(), x)
+    plain, model = twins(Outer)
+    wanted = run(plain, x)
     with scope(MESHES["gtp 8"]):
-        found = run(gtp.shard(Outer(), "blocks.*", min_size=64), x)
+        found = run(gtp.shard(model, "blocks.*", min_size=64), x)
     assert jax.tree.structure(found) == jax.tree.structure(wanted)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5)
