@@ -79,7 +79,7 @@ def test_they_are_part_of_the_state_and_mean_what_they_mean_without_a_mesh(x64):
 
 
 def test_every_layer_of_a_stack_has_its_own(x64):
-    stack = gtp.Stack(lambda rngs: Block(rngs), LAYERS, rngs=nnx.Rngs(0))
+    stack = nnx.jit(lambda: gtp.Stack(lambda rngs: Block(rngs), LAYERS, rngs=nnx.Rngs(0)))()
     graph, state = nnx.split(stack.layers)
 
     @jax.jit
@@ -93,7 +93,7 @@ def test_every_layer_of_a_stack_has_its_own(x64):
 
 
 def test_a_layer_of_a_stack_that_writes_one_is_refused(x64):
-    stack = gtp.Stack(lambda rngs: Counting(rngs), LAYERS, rngs=nnx.Rngs(0))
+    stack = nnx.jit(lambda: gtp.Stack(lambda rngs: Counting(rngs), LAYERS, rngs=nnx.Rngs(0)))()
     with pytest.raises(ValueError, match=naming("Counting calls nnx.Variable")):
         stack(inputs())
 
