@@ -50,7 +50,7 @@ def test_no_file_takes_the_place_of_a_closed_stream(tmp_path):
 @pytest.mark.parametrize(
     ("streams", "status", "said"),
     [
-        (">&-", DONE, ""),
+        pytest.param(">&-", DONE, "", marks=pytest.mark.full),
         (">/dev/full", RETRY, "standard output"),
         pytest.param(">&- 2>&- <&-", DONE, "", marks=pytest.mark.full),
         pytest.param("2>/dev/full", DONE, "", marks=pytest.mark.full),
