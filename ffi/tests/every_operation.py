@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import gtp_jax as gtp
 from gtp_jax.formats import FORMATS, FP8_BLOCKS, FP8_E4M3, FP8_E5M2, PackPlan, Piece, QuantizedArray
 from gtp_jax.mesh import supports_grouped_matmul
-from gtp_jax.ops import SlottedWeight, grouped_fp8, grouped_matmul, grouped_quantized
+from gtp_jax.ops import SlottedWeight, grouped_fp8, grouped_matmul, grouped_quantized, swiglu_fp8
 
 SHAPES = [(1, 1), (33, 47), (64, 64), (256, 640), (322, 584), (3, 100, 72)]
 PLAN = PackPlan(
@@ -49,6 +49,18 @@ def run_experts() -> None:
             jax.block_until_ready(back(y))
 
 
+def run_swiglu() -> None:
+    """Runs the MLP in FP8, forward and backward, on whole tiles and on parts of tiles."""
+    key = jax.random.key(0)
+    for rows, width, parts in [(1, 1, 1), (33, 47, 3), (128, 128, 2), (130, 264, 1)]:
+        for dtype in (jnp.bfloat16, jnp.float32, jnp.float16):
+            x = jax.random.normal(key, (rows, 72), dtype)
+            up = jax.random.normal(key, (parts * 2 * width, 72), dtype)
+            down = jax.random.normal(key, (40, parts * width), dtype)
+            y, back = jax.vjp(lambda *given, p=parts: swiglu_fp8(*given, FP8_E5M2, parts=p), x, up, down)
+            jax.block_until_ready(back(y))
+
+
 def main() -> None:
     key = jax.random.key(0)
     for shape in SHAPES:
@@ -73,6 +85,7 @@ def main() -> None:
         amax = gtp.ops.multi_amax(weights) if form.has_amax else None
         buffer = gtp.ops.pack(weights, form, amax, PLAN, implementation="native")
         gtp.ops.unpack(jnp.stack([buffer, buffer]), form, amax, PLAN, implementation="native")[0].block_until_ready()
+    run_swiglu()
     if supports_grouped_matmul():
         run_experts()
     print("all kernels have run")

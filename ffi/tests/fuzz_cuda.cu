@@ -5,6 +5,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -12,6 +13,7 @@
 #include <random>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "gtp/cpu.h"
@@ -312,6 +314,114 @@ void amax_case(Arena& arena, const cpu::Pool& pool) {
   arena.compare("amax");
 }
 
+float value_at(const void* x, int64_t i, DType dtype) {
+  if (dtype == DType::kF32) return static_cast<const float*>(x)[i];
+  const uint16_t half = static_cast<const uint16_t*>(x)[i];
+  return dtype == DType::kBF16 ? from_bf16(half) : from_f16(half);
+}
+
+// Requires that a code is that of a number within `error` of the exact one.
+void require_close(uint8_t code, double exact, double error, const TensorCodes& codes) {
+  const float scale = tensor_scale(codes.largest, *codes.amax);
+  const auto encoded = [&](double x) {
+    const float scaled = smaller(static_cast<float>(x) * scale, kFloatMax);
+    return static_cast<int>(codes.e5m2 ? encode_e5m2(scaled) : encode_e4m3(scaled));
+  };
+  const double size = std::fabs(exact);
+  const int magnitude = code & 0x7F;
+  require(encoded(std::max(0.0, size - error)) <= magnitude && magnitude <= encoded(size + error),
+          "swiglu: a code is that of a number nearby");
+  require(size <= error || magnitude == 0 || (code >> 7 != 0) == (exact < 0), "swiglu: a code has the right sign");
+}
+
+// Checks the codes against double precision, and that a transposed copy has the codes of the other.
+void swiglu_case(Arena& arena) {
+  SwigluJob job{};
+  job.dtype = any_dtype();
+  job.parts = 1 + below(3);
+  job.rows = any_size(400);
+  job.width = any_size(300);
+  const int64_t hidden = job.parts * job.width, bytes = dtype_bytes(job.dtype);
+  const auto values = [&](int64_t size, const char* name) {
+    auto* x = arena.take(size * bytes, bytes, name);
+    fill_values(x, size, job.dtype);
+    return x;
+  };
+  const auto* gate_up = values(job.rows * 2 * hidden, "gate_up");
+  const auto* gradient = values(job.rows * hidden, "gradient");
+  job.of_hidden = {take_amaxes(arena, 1, "amax"), 448.0f, false};
+  const bool e5m2 = one_in(2);
+  job.of_gradient = {take_amaxes(arena, 1, "amax of the gradient"), e5m2 ? 57344.0f : 448.0f, e5m2};
+  auto* forward = arena.take(job.rows * hidden, 1, "codes of hidden");
+  auto* hidden_codes = arena.take(job.rows * hidden, 1, "transposed codes of hidden");
+  auto* rows = arena.take(job.rows * 2 * hidden, 1, "codes of the gradient");
+  auto* columns = arena.take(job.rows * 2 * hidden, 1, "transposed codes of the gradient");
+  auto* amaxes = reinterpret_cast<float*>(arena.take(8, 4, "amaxes"));
+  arena.upload();
+
+  SwigluJob there = job;
+  there.gate_up = arena.on_device(gate_up);
+  there.of_hidden.amax = arena.on_device(job.of_hidden.amax);
+  there.of_gradient.amax = arena.on_device(job.of_gradient.amax);
+  there.hidden_codes = arena.on_device(forward);
+  run("swiglu_amax", [&](cuda::Stream stream) { return cuda::swiglu_amax(there, arena.on_device(amaxes), stream); });
+  run("swiglu_quantize", [&](cuda::Stream stream) { return cuda::swiglu_quantize(there, stream); });
+  there.gradient = arena.on_device(gradient);
+  there.hidden_codes = arena.on_device(hidden_codes);
+  there.row_codes = arena.on_device(rows);
+  there.column_codes = arena.on_device(columns);
+  run("swiglu_amax", [&](cuda::Stream stream) { return cuda::swiglu_amax(there, arena.on_device(amaxes) + 1, stream); });
+  run("swiglu_quantize", [&](cuda::Stream stream) { return cuda::swiglu_quantize(there, stream); });
+  const std::pair<void*, int64_t> results[] = {{forward, job.rows * hidden},
+                                               {hidden_codes, job.rows * hidden},
+                                               {rows, job.rows * 2 * hidden},
+                                               {columns, job.rows * 2 * hidden},
+                                               {amaxes, 8}};
+  for (const auto& [host, size] : results) {
+    check(cudaMemcpy(host, arena.on_device(static_cast<uint8_t*>(host)), size, cudaMemcpyDeviceToHost), "download");
+  }
+  arena.compare("swiglu: stray writes");
+
+  // Devices and hosts compute different sigmoids, and devices flush those below 2**-126 to 0. Float32 may overflow where
+  // double precision does not, so numbers near its limits are not checked.
+  const double most = 0.99 * (job.dtype == DType::kF16 ? 65504.0 : 3.38e38);
+  const double relative = job.dtype == DType::kBF16 ? 0x1p-8 : 0x1p-10, least = job.dtype == DType::kF16 ? 0x1p-24 : 1e-37;
+  double tops[2] = {}, errors[2] = {};
+  bool sure[2] = {true, true};
+  for (int64_t row = 0; row < job.rows; ++row) {
+    for (int64_t at = 0; at < hidden; ++at) {
+      const int64_t column = at / job.width * 2 * job.width + at % job.width, place = row * 2 * hidden + column;
+      const double gate = value_at(gate_up, place, job.dtype), up = value_at(gate_up, place + job.width, job.dtype);
+      const double of_hidden = value_at(gradient, row * hidden + at, job.dtype);
+      const double s = 1 / (1 + std::exp(-gate)), of_silu = of_hidden * up;
+      const double exact[] = {gate * s * up, of_silu * s + of_silu * gate * (s * (1 - s)), of_hidden * gate * s};
+      // the largest number on the way to each, apart from the sigmoid
+      const double reach[] = {gate * up, std::fabs(of_silu) * (1 + std::fabs(gate)), of_hidden * gate};
+      const uint8_t codes[] = {forward[row * hidden + at], rows[place], rows[place + job.width]};
+      require(codes[0] == hidden_codes[at * job.rows + row], "both copies of hidden have the same codes");
+      require(codes[1] == columns[column * job.rows + row], "both copies of the gate's gradient have the same codes");
+      require(codes[2] == columns[(column + job.width) * job.rows + row], "both copies of up's gradient have the same codes");
+      for (int i = 0; i < 3; ++i) {
+        const int which = i > 0;
+        if (!std::isfinite(exact[i])) {
+          require(codes[i] == kNanCode, "a number that is not finite has the code NaN");
+        } else if (std::fabs(reach[i]) > 3e38 || std::fabs(exact[i]) > most) {
+          sure[which] = false;
+        } else {
+          const double error = std::fabs(exact[i]) * relative + std::fabs(reach[i]) * (2e-38 + (i == 1 ? 1e-5 * s : 0)) + least;
+          require_close(codes[i], exact[i], error, which ? job.of_gradient : job.of_hidden);
+          tops[which] = std::max(tops[which], std::fabs(exact[i]));
+          errors[which] = std::max(errors[which], error);
+        }
+      }
+    }
+  }
+  for (int i = 0; i < 2; ++i) {
+    require(std::isfinite(amaxes[i]) && amaxes[i] >= 0, "an amax is finite and not negative");
+    require(!sure[i] || std::fabs(amaxes[i] - tops[i]) <= errors[i], "an amax is that of the exact numbers");
+  }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -321,8 +431,12 @@ int main(int argc, char** argv) {
   Arena arena;
   for (long i = 0; i < cases; ++i) {
     arena.clear();
-    const int64_t kind = below(7);
-    kind < 3 ? quantize_case(arena, pool) : kind < 6 ? dequantize_case(arena, pool) : amax_case(arena, pool);
+    switch (below(8)) {
+      case 0: case 1: case 2: quantize_case(arena, pool); break;
+      case 3: case 4: case 5: dequantize_case(arena, pool); break;
+      case 6: amax_case(arena, pool); break;
+      default: swiglu_case(arena);
+    }
   }
   std::printf("%ld cases\n", cases);
 }

@@ -18,7 +18,8 @@ def _saves_attention(primitive: Any, *_: Any, **params: Any) -> bool:
     return "dot_product_attention_fwd" in primitive.name
 
 
-def _saves_matmuls(primitive: Any, *avals: Any, **params: Any) -> bool:
+def saves_matmuls(primitive: Any, *avals: Any, **params: Any) -> bool:
+    """The policy `matmuls`; see `with_remat`."""
     # Products with batch dimensions are not saved. They are mainly those of unfused attention, whose scores have
     # sequence x sequence elements.
     if primitive.name == "dot_general":
@@ -33,13 +34,13 @@ def _saves_matmuls(primitive: Any, *avals: Any, **params: Any) -> bool:
 def _saves_activations(primitive: Any, *avals: Any, **params: Any) -> bool:
     if primitive.name == "name" and params["name"] == ACTIVATION:
         return True
-    return _saves_matmuls(primitive, *avals, **params)
+    return saves_matmuls(primitive, *avals, **params)
 
 
 _POLICIES: dict[str, Callable[..., Any] | None] = {
     "nothing": jax.checkpoint_policies.save_only_these_names(ROUTING),
     "attention": _saves_attention,
-    "matmuls": _saves_matmuls,
+    "matmuls": saves_matmuls,
     "activations": _saves_activations,
     "everything": None,
 }

@@ -1,9 +1,8 @@
 """The Python half of `ffi/`: calls of its C++ and CUDA handlers.
 
 The functions of `_calls` have the signatures of those in `gtp_jax.ops.reference`, and are equal to them bit for bit.
-Those of `_blocked_calls` have references with other arguments, and those of `_grouped_calls` have none; both run on
-GPUs only. None of them checks its arguments: call them through
-`gtp_jax.ops`, which does.
+Those of `_blocked_calls` and `_swiglu_calls` have references with other arguments, and those of `_grouped_calls` have
+none; all of these run on GPUs only. None of them checks its arguments: call them through `gtp_jax.ops`, which does.
 """
 
 from ._blocked_calls import blocked_product as blocked_product
@@ -28,3 +27,6 @@ from ._library import describe as describe
 from ._library import has as has
 from ._library import is_built as is_built
 from ._library import rebuild_for as rebuild_for
+from ._swiglu_calls import swiglu_amax as swiglu_amax
+from ._swiglu_calls import swiglu_quantize as swiglu_quantize
+from ._swiglu_calls import swiglu_quantize_gradient as swiglu_quantize_gradient

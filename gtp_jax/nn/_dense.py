@@ -203,8 +203,7 @@ class Dense(WeightOwner):
     def to_parts(self, x: jax.Array) -> tuple[Any, ...]:
         """Returns the output of a layer that is not row-parallel, as one output for each part of the sequence
         (`collectives.Parts`). If `moves_in_parts` is false, there is a single part."""
-        self._check_features(x)
-        x, axis, whole = self.prepare(x).astype(self.dtype), self.roles.tensor, self.shards_sequence(x.ndim)
+        x, axis, whole = self.left_operand(x), self.roles.tensor, self.shards_sequence(x.ndim)
         low = self._low(x)
         if self.parallel == "column":  # gathered at once: it is small, because its last dimension is the adapters' rank
             low = [gather_sequence(own, axis, sequence_parallel=whole) for own in low]
@@ -250,8 +249,20 @@ class Dense(WeightOwner):
             return linear_scatter(parts, weight, axis)
         return linear_scatter_fp8(parts, weight, self.operands.gradient, axis, keep_codes=self.operands.keep_codes)
 
+    @property
+    def plain_fp8(self) -> bool:
+        """Whether the layer is only a matmul in FP8 with current scaling per tensor, without a bias, adapters or tensor
+        parallelism."""
+        operands, alone = self.operands, degree(self.roles.tensor) == 1 and self.bias is None and self.lora is None
+        return alone and operands is not None and operands.weight.block is None and operands.delayed is None
+
+    def left_operand(self, x: jax.Array) -> jax.Array:
+        """Returns the left operand of the matmul, computed from the input, in the compute dtype."""
+        self._check_features(x)
+        return self.prepare(x).astype(self.dtype)
+
     def prepare(self, x: jax.Array) -> jax.Array:
-        """Returns the left operand of the matmul, computed from the input."""
+        """Returns the left operand of the matmul before it is cast."""
         return x
 
     def _low(self, x: jax.Array, part: int = 0) -> list[jax.Array]:

@@ -6,13 +6,17 @@ from collections.abc import Callable
 from typing import Any, Unpack
 
 import jax
+import numpy as np
 from flax import nnx
 
-from ..ops import save_activation
+from ..chain import saves_matmuls
+from ..ops import save_activation, swiglu_fp8
+from ..weights import fused_parts
 from ._dense import Dense, LayerNormDense
 from ._layer import Layer
 from ._norm import Norm
 from ._options import DenseOptions
+from ._weight import apply_gathered
 
 
 class MLP(Layer):
@@ -60,7 +64,25 @@ class MLP(Layer):
 
     def local(self, x: jax.Array) -> jax.Array:
         """Maps `(batch, ..., features)` to the same shape."""
+        if self._as_one:
+            return self._in_fp8(x)
         return self.down.from_parts(tuple(save_activation(self._activated(part)) for part in self.up.to_parts(x)))
+
+    @property
+    def _as_one(self) -> bool:
+        """Whether both matmuls, with SwiGLU between them, run as one operation in FP8."""
+        up, down = self.up, self.down
+        swiglu = self.gated and self.activation is jax.nn.silu and up.dtype == down.dtype != np.float64
+        return swiglu and up.plain_fp8 and down.plain_fp8 and up.operands == down.operands
+
+    def _in_fp8(self, x: jax.Array) -> jax.Array:
+        operands, parts = self.up.operands, fused_parts(self.up.layouts)
+        assert operands is not None
+
+        def multiply(up: Any, down: Any, x: jax.Array) -> jax.Array:
+            return swiglu_fp8(x, up, down, operands.gradient, parts=parts, keep_codes=operands.keep_codes)
+
+        return apply_gathered((self.up, self.down), multiply, self.up.left_operand(x), policy=saves_matmuls)
 
     def _activated(self, hidden: dict[str, jax.Array]) -> jax.Array:
         if self.gated:

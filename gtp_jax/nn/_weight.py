@@ -375,6 +375,7 @@ def apply_gathered(
     function: Callable[..., Any],
     *operands: Any,
     groups: Sequence[WeightGroup] | None = None,
+    policy: Callable[..., Any] | None = None,
 ) -> Any:
     """Returns `function(*weights, *operands)`. Gathers the weights, and gathers them again in backward, unless a chain
     has already gathered them. If no weight is sharded, nothing is gathered again.
@@ -384,6 +385,8 @@ def apply_gathered(
         function: the function.
         operands: its further arguments.
         groups: the weight groups by which the weights are gathered; those of the owners by default.
+        policy: what is saved for backward if the weights are gathered again, as in `jax.checkpoint`; by default, only
+            the operands.
     """
     for owner in owners:
         owner.check_mesh()
@@ -396,7 +399,8 @@ def apply_gathered(
         return function(*map(gathered, groups, shards, wires), *operands)
 
     if any(group.ranks > 1 or group.divided for group in groups):
-        gather_and_apply = jax.checkpoint(gather_and_apply)  # otherwise, the gathered weights are saved for backward
+        # otherwise, the gathered weights are saved for backward
+        gather_and_apply = jax.checkpoint(gather_and_apply, policy=policy)
     return gather_and_apply([owner.shards() for owner in owners], *operands)
 
 

@@ -42,6 +42,7 @@ from ._linear import linear_blocks as linear_blocks
 from ._linear import linear_fp8 as linear_fp8
 from ._linear import linear_fp8_blocks as linear_fp8_blocks
 from ._linear import linear_fp8_delayed as linear_fp8_delayed
+from ._linear import swiglu_fp8 as swiglu_fp8
 from ._linear import to_input as to_input
 from ._linear import to_weight as to_weight
 from ._linear_cross_entropy import Head as Head
@@ -65,6 +66,10 @@ from ._quantize import pack as pack
 from ._quantize import pack_apart as pack_apart
 from ._quantize import power_of_two_amax as power_of_two_amax
 from ._quantize import quantize as quantize
+from ._quantize import quantize_swiglu as quantize_swiglu
+from ._quantize import quantize_swiglu_gradient as quantize_swiglu_gradient
+from ._quantize import swiglu as swiglu
+from ._quantize import swiglu_amax as swiglu_amax
 from ._quantize import unpack as unpack
 from ._rope import RopeScaling as RopeScaling
 from ._rope import check_rotary as check_rotary

@@ -85,6 +85,7 @@ from ._fused import Shards as Shards
 from ._fused import bytes_of as bytes_of
 from ._fused import cut_fused as cut_fused
 from ._fused import fuse as fuse
+from ._fused import fused_parts as fused_parts
 from ._fused import in_order as in_order
 from ._fused import part_of as part_of
 from ._fused import split_features as split_features

@@ -124,6 +124,11 @@ def in_order(layouts: Sequence[Layout]) -> bool:
     return one_matrix or first.ranks == 1 or whole_blocks
 
 
+def fused_parts(layouts: Sequence[Layout]) -> int:
+    """Returns the number of parts of the fused weight, each with the same share of every kernel's rows."""
+    return layouts[0].ranks if in_order(layouts) else 1
+
+
 def use_rows(layouts: Sequence[Layout]) -> tuple[int, ...]:
     """Returns the number of rows of each kernel in the fused weight."""
     return tuple(layout.use_shape[layout.rows] for layout in layouts)
@@ -173,8 +178,7 @@ def split_features(
     """Splits the product with a fused weight into the kernels' outputs, each `(..., rows)`."""
     if len(layouts) == 1:
         return (y,)
-    ranks = layouts[0].ranks if in_order(layouts) else 1
-    sizes = use_rows(layouts)
+    ranks, sizes = fused_parts(layouts), use_rows(layouts)
     by_rank = jnp.reshape(y, (*y.shape[:-1], ranks, -1))
     pieces = jnp.split(by_rank, np.cumsum([size // ranks for size in sizes])[:-1], axis=-1)
     return tuple(jnp.reshape(piece, (*y.shape[:-1], size)) for piece, size in zip(pieces, sizes, strict=True))

@@ -21,6 +21,9 @@ const char* transpose(const TransposeJob& job, Stream stream);
 const char* grouped_matmul(const GroupedJob& job, Stream stream);
 const char* grouped_blocked_matmul(const GroupedJob& job, Stream stream);
 const char* quantize_runs(const RunsJob& job, Stream stream);
+// Finds the amax of hidden, or of the gradient of gate_up if the gradient of hidden is given.
+const char* swiglu_amax(const SwigluJob& job, float* amax, Stream stream);
+const char* swiglu_quantize(const SwigluJob& job, Stream stream);
 const char* blocked_matmul(const BlockedJob& job, Stream stream);
 
 // Returns the version of the cuBLASLt that `blocked_matmul` calls, such as 120900 for CUDA 12.9; 0 if there is none.

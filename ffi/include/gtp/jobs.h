@@ -130,6 +130,27 @@ struct RunsJob {
   DType dtype;
 };
 
+// The scale and the format of FP8 codes of a whole tensor.
+struct TensorCodes {
+  const float* amax;
+  float largest;  // the value that the amax is mapped to
+  bool e5m2;      // otherwise e4m3
+};
+
+// SwiGLU, hidden = silu(gate) * up, of the output of a fused gate and up projection; or its gradient. A row of `gate_up`
+// has `parts` parts, each with `width` features of the gate, then `width` of up. A row of hidden, and of its gradient,
+// has `parts * width` features. Results are rounded to `dtype` before they are quantized.
+struct SwigluJob {
+  const void* gate_up;
+  const void* gradient;   // of hidden; nullptr in forward
+  uint8_t* hidden_codes;  // (rows, parts * width) in forward, and the transpose in backward
+  uint8_t* row_codes;     // of the gradient of gate_up, (rows, parts * 2 * width); backward only
+  uint8_t* column_codes;  // their transpose
+  TensorCodes of_hidden, of_gradient;
+  int64_t rows, parts, width;
+  DType dtype;
+};
+
 // Multiplies e4m3 codes in blocks: out = left right^T, with sums promoted to float32 every 128 elements. Sizes are
 // multiples of 128.
 struct BlockedJob {

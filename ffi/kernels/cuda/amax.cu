@@ -1,10 +1,9 @@
 // Finds the largest finite magnitudes of many arrays in one launch.
 //
-// A block takes one chunk of one array. The blocks of an array combine their results with an integer atomic maximum,
-// which is exact and independent of their order.
+// A block takes one chunk of one array. The blocks of an array combine their results with an atomic maximum.
 #include <algorithm>
 
-#include "device.cuh"
+#include "finite_max.cuh"
 #include "gtp/cuda.h"
 #include "launch.cuh"
 
@@ -29,22 +28,11 @@ using AmaxTable = Table<AmaxJob, kCapacity>;
 
 constexpr int kFew = capacity_for<AmaxJob>(kFewBytes), kMany = capacity_for<AmaxJob>(kManyBytes);
 
-// Adds the distance from infinity's pattern to the sign bit. This makes the patterns of non-finite numbers negative, so
-// that a signed maximum ignores them.
-template <DType kType>
-__device__ __forceinline__ int32_t lifted_max(int32_t top, uint32_t word) {
-  if constexpr (kType == DType::kF32) return max(top, static_cast<int32_t>((word & kMagnitude) + 0x00800000u));
-  constexpr uint32_t kLift = kType == DType::kBF16 ? 0x00800080u : 0x04000400u;
-  return static_cast<int32_t>(__vmaxs2(static_cast<uint32_t>(top), (word & 0x7FFF7FFFu) + kLift));
-}
-
-template <DType kType>
+template <class T>
 __device__ uint32_t chunk_max(const AmaxJob& job, int64_t begin, int64_t end) {
-  constexpr uint32_t kLift = kType == DType::kF32 ? 0x00800000u : kType == DType::kBF16 ? 0x00800080u : 0x04000400u;
-  constexpr int kBytes = kType == DType::kF32 ? 4 : 2;
-  const char* data = static_cast<const char*>(job.data) + begin * kBytes;
-  const int64_t bytes = (end - begin) * kBytes;
-  int32_t top = static_cast<int32_t>(kLift);
+  const char* data = static_cast<const char*>(job.data) + begin * T::kBytes;
+  const int64_t bytes = (end - begin) * T::kBytes;
+  FiniteMax<T> top;
   int64_t done = 0;
   if (aligned(data, 16)) {
     uint4 words[kLoads];
@@ -55,39 +43,21 @@ __device__ uint32_t chunk_max(const AmaxJob& job, int64_t begin, int64_t end) {
     }
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
-      top = lifted_max<kType>(top, words[i].x);
-      top = lifted_max<kType>(top, words[i].y);
-      top = lifted_max<kType>(top, words[i].z);
-      top = lifted_max<kType>(top, words[i].w);
+      top.add(words[i].x);
+      top.add(words[i].y);
+      top.add(words[i].z);
+      top.add(words[i].w);
     }
     done = bytes / 16 * 16;
   }
-  for (int64_t at = done + int64_t{threadIdx.x} * kBytes; at < bytes; at += kThreads * kBytes) {
-    uint32_t word;
-    if constexpr (kBytes == 4) {
-      word = *reinterpret_cast<const uint32_t*>(data + at);
+  for (int64_t at = done + int64_t{threadIdx.x} * T::kBytes; at < bytes; at += kThreads * T::kBytes) {
+    if constexpr (T::kBytes == 4) {
+      top.add(*reinterpret_cast<const uint32_t*>(data + at));
     } else {
-      word = *reinterpret_cast<const uint16_t*>(data + at);
+      top.add(*reinterpret_cast<const uint16_t*>(data + at));
     }
-    top = lifted_max<kType>(top, word);
   }
-  if constexpr (kBytes == 4) return static_cast<uint32_t>(top) - kLift;
-  const uint32_t halves = static_cast<uint32_t>(top) - kLift;
-  const uint32_t best = max(halves & 0xFFFFu, halves >> 16);
-  return kType == DType::kBF16 ? widen_magnitude<BF16>(best) : widen_magnitude<F16>(best);
-}
-
-// Reduces the block's maximum; its first thread combines it with the slot.
-__device__ void raise_block(uint32_t top, uint32_t* slot) {
-  __shared__ uint32_t tops[kThreads / 32];
-  top = __reduce_max_sync(0xFFFFFFFFu, top);
-  if (threadIdx.x % 32 == 0) tops[threadIdx.x / 32] = top;
-  __syncthreads();
-  if (threadIdx.x < 32) {
-    top = threadIdx.x < kThreads / 32 ? tops[threadIdx.x] : 0;
-    top = __reduce_max_sync(0xFFFFFFFFu, top);
-    if (threadIdx.x == 0 && top != 0) atomicMax(slot, top);
-  }
+  return top.bits();
 }
 
 template <int kCapacity>
@@ -98,10 +68,10 @@ __global__ void __launch_bounds__(kThreads) multi_amax_kernel(const __grid_const
   const int64_t per_chunk = kChunkBytes / dtype_bytes(job.dtype());
   const int64_t begin = (blockIdx.x - table.first_tile[index]) * per_chunk;
   const int64_t end = min(begin + per_chunk, job.size());
-  const uint32_t top = job.dtype() == DType::kF32    ? chunk_max<DType::kF32>(job, begin, end)
-                       : job.dtype() == DType::kBF16 ? chunk_max<DType::kBF16>(job, begin, end)
-                                                     : chunk_max<DType::kF16>(job, begin, end);
-  raise_block(top, amax + job.slot);
+  const uint32_t top = job.dtype() == DType::kF32    ? chunk_max<F32>(job, begin, end)
+                       : job.dtype() == DType::kBF16 ? chunk_max<BF16>(job, begin, end)
+                                                     : chunk_max<F16>(job, begin, end);
+  raise_block<kThreads>(top, amax + job.slot);
 }
 
 template <class T>
@@ -134,7 +104,7 @@ __global__ void __launch_bounds__(kThreads) hadamard_amax_kernel(const typename 
       top = max(top, magnitude < kInfinity ? magnitude : 0u);
     }
   }
-  raise_block(top, amax);
+  raise_block<kThreads>(top, amax);
 }
 
 template <int kCapacity>

@@ -90,6 +90,16 @@ def codes_for_wgrad(x: jax.Array | QuantizedArray, amax: jax.Array) -> Quantized
     return x if isinstance(x, QuantizedArray) else quantize(rows_of(x), FP8_E4M3, amax=amax, axis="column")
 
 
+def codes_of_gradient(
+    gradient: Float[jax.Array, "*rows features"], format: Format
+) -> tuple[QuantizedArray, QuantizedArray]:
+    """Returns the codes of an incoming gradient along its features, which dgrad multiplies, and those along its tokens,
+    which wgrad multiplies."""
+    rows = rows_of(gradient)
+    amax = power_of_two_amax(multi_amax([rows])[0], format)
+    return quantize(rows, format, amax=(amax, amax), axis="both")
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def _linear(
     x: jax.Array, weight: QuantizedArray, slot: jax.Array, gradients: Format, dtype: np.dtype, keep_codes: bool
@@ -112,9 +122,7 @@ def _forward(
 def _backward(gradients: Format, dtype: np.dtype, keep_codes: bool, saved, gradient: jax.Array):
     del keep_codes
     x, weight, amax, gradient = refuse_second_derivative("linear_fp8", (*saved, gradient))
-    rows = rows_of(gradient)
-    gradient_amax = power_of_two_amax(multi_amax([rows])[0], gradients)
-    along_out, along_tokens = quantize(rows, gradients, amax=(gradient_amax, gradient_amax), axis="both")
+    along_out, along_tokens = codes_of_gradient(gradient, gradients)
     to_x = fp8_product(along_out, fp8_transposed(weight), gradient.dtype, gradient.dtype)
     to_weight = fp8_product(along_tokens, codes_for_wgrad(x, amax), gradient.dtype, dtype)
     return jnp.reshape(to_x, (*gradient.shape[:-1], to_x.shape[-1])), None, to_weight

@@ -16,3 +16,7 @@ from ._pack import pack_apart as pack_apart
 from ._pack import unpack as unpack
 from ._quantize import dequantize as dequantize
 from ._quantize import quantize as quantize
+from ._swiglu import quantize_swiglu as quantize_swiglu
+from ._swiglu import quantize_swiglu_gradient as quantize_swiglu_gradient
+from ._swiglu import swiglu as swiglu
+from ._swiglu import swiglu_amax as swiglu_amax

@@ -1,0 +1,148 @@
+"""A gated MLP in FP8 as one operation: bit for bit its two matmuls with SwiGLU between them; its kernels, the reference
+up to the sigmoid's rounding."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from messages import naming
+from selection import pairwise
+
+from gtp_jax import native
+from gtp_jax.formats import FP8_E4M3, FP8_E5M2
+from gtp_jax.ops import (
+    linear_fp8,
+    power_of_two_amax,
+    quantize_swiglu,
+    quantize_swiglu_gradient,
+    swiglu,
+    swiglu_amax,
+    swiglu_fp8,
+)
+
+KERNEL = native.has("gtp_swiglu_amax", "CUDA") and jax.default_backend() == "gpu"
+# rows, parts, features of a part; whole tiles of 128 and others
+SHAPES = [(8, 2, 32), (7, 3, 5), (0, 1, 16)]
+ON_GPUS = [(128, 1, 128), (256, 2, 384), (136, 3, 264), (131, 1, 77), (1, 1, 1), (300, 2, 129), (0, 1, 16)]
+
+
+def numbers(seed, *shape, dtype="float32"):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+def operands(rows, parts, width, dtype):
+    shapes = (rows, 24), (parts * 2 * width, 24), (16, parts * width), (rows, 16)
+    return [numbers(i, *shape, dtype=dtype) for i, shape in enumerate(shapes)]
+
+
+def assert_equal(found, wanted):
+    for one, other in zip(found, wanted, strict=True):
+        assert one.dtype == other.dtype and one.shape == other.shape
+        np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
+
+
+@pytest.mark.parametrize(
+    "dtype, shape, gradients, keep_codes",
+    pairwise(["bfloat16", "float32", "float16"], SHAPES, [FP8_E5M2, FP8_E4M3], [False, True]),
+)
+def test_it_is_two_matmuls_with_swiglu_between_them_bit_for_bit(dtype, shape, gradients, keep_codes):
+    *given, gradient = operands(*shape, dtype)
+    if dtype != "float16" and shape[0] == 7:
+        given[0] = given[0].at[2, 1].set(jnp.nan).at[4, 0].set(jnp.inf)
+
+    def apart(x, up, down):
+        return linear_fp8(swiglu(linear_fp8(x, up, gradients), shape[1]), down, gradients)
+
+    def as_one(x, up, down):
+        return swiglu_fp8(x, up, down, gradients, parts=shape[1], keep_codes=keep_codes)
+
+    def found(function):
+        def both(gradient, *given):
+            y, back = jax.vjp(function, *given)
+            return y, *back(gradient)
+
+        return jax.jit(both)(gradient, *given)
+
+    assert_equal(found(as_one), found(apart))
+
+
+@pytest.mark.parametrize("keep_codes", [False, True])
+def test_backward_keeps_the_operand_of_swiglu_and_the_input_or_its_codes(keep_codes):
+    x, up, down, _ = operands(8, 2, 32, "bfloat16")
+    call = jax.jit(lambda *given: swiglu_fp8(*given, FP8_E5M2, parts=2, keep_codes=keep_codes))
+    saved = jax.tree.leaves(jax.eval_shape(lambda *given: jax.vjp(call, *given)[1], x, up, down))
+    size = lambda dtype: sum(leaf.size for leaf in saved if leaf.dtype == dtype)  # noqa: E731
+    kept = (0, x.size) if keep_codes else (x.size, 0)
+    assert (size("bfloat16"), size("uint8")) == (kept[0] + 8 * len(up), kept[1] + up.size + down.size)
+
+
+def test_a_second_derivative_is_refused_and_examples_of_a_vmap_have_their_own_amaxes():
+    x, up, down, _ = operands(8, 2, 32, "float32")
+    call = lambda x: swiglu_fp8(x, up, down, FP8_E5M2, parts=2)  # noqa: E731
+    first = jax.grad(lambda x: jnp.sum(jnp.square(call(x))))
+    with pytest.raises(TypeError, match=naming("differentiated again `swiglu_fp8`")):
+        jax.eval_shape(jax.grad(lambda x: jnp.sum(first(x))), x)
+    two = jnp.stack([x, 9 * x])
+    assert_equal([jax.vmap(first)(two)], [jnp.stack([first(x), first(9 * x)])])
+
+
+def test_operands_that_do_not_fit_are_refused():
+    gate_up = jnp.ones((4, 12))
+    with pytest.raises(ValueError, match=naming("`gate_up` (4, 12) `parts` 4 (rows, parts * 2 * width)")):
+        swiglu(gate_up, 4)
+    with pytest.raises(ValueError, match=naming("`gradient` (4, 12) (4, 6)")):
+        swiglu_amax(gate_up, 1, gate_up)
+    with pytest.raises(TypeError, match=naming("`gate_up` float8_e5m2")):
+        swiglu_amax(gate_up.astype(jnp.float8_e5m2))
+    with pytest.raises(TypeError, match=naming("`gtp_jax.ops.multi_amax` not differentiable")):
+        jax.grad(swiglu_amax)(gate_up)
+    if not KERNEL:
+        with pytest.raises(NotImplementedError, match=naming("native 'quantize_swiglu'")):
+            quantize_swiglu(gate_up, jnp.float32(1), implementation="native")
+
+
+def codes_of(gate_up, gradient, parts, gradients, implementation):
+    options = dict(implementation=implementation)
+    amax = swiglu_amax(gate_up, parts, **options)
+    of_gradient = swiglu_amax(gate_up, parts, gradient, **options)
+    scales = [power_of_two_amax(a, form) for a, form in ((amax, FP8_E4M3), (of_gradient, gradients))]
+    rows = quantize_swiglu(gate_up, scales[0], parts, **options)
+    found = quantize_swiglu_gradient(gate_up, gradient, *scales, gradients, parts, **options)
+    return (amax, of_gradient), [q.codes for q in (rows, *found)]
+
+
+def values(codes, format):
+    # NaN is a value of its own, and codes of both zeros are one
+    kind = jnp.float8_e4m3fn if format == FP8_E4M3 else jnp.float8_e5m2
+    numbers = np.asarray(jax.lax.bitcast_convert_type(codes, kind), np.float32)
+    return np.nan_to_num(numbers, nan=1e9)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not KERNEL, reason="no kernel")
+@pytest.mark.parametrize(
+    "shape, dtype, gradients",
+    pairwise(ON_GPUS, ["bfloat16", "float32", "float16"], [FP8_E5M2, FP8_E4M3]),
+)
+def test_kernels_make_the_codes_of_the_reference(shape, dtype, gradients):
+    rows, parts, width = shape
+    gate_up, gradient = numbers(0, rows, parts * 2 * width) * 3, numbers(1, rows, parts * width) * 1e-3
+    if rows > 100:
+        gate_up = gate_up.at[5, 3].set(jnp.nan).at[100, width].set(jnp.inf).at[17, 0].set(-jnp.inf)
+        gradient = gradient.at[99, width - 1].set(jnp.nan)
+    gate_up, gradient = gate_up.astype(dtype), gradient.astype(dtype)
+    amaxes, codes = jax.jit(codes_of, static_argnums=(2, 3, 4))(gate_up, gradient, parts, gradients, "native")
+    # in float32, in which the kernels compute
+    wide = [x.astype(jnp.float32) for x in (gate_up, gradient)]
+    wanted_amaxes, wanted = jax.jit(codes_of, static_argnums=(2, 3, 4))(*wide, parts, gradients, "reference")
+    np.testing.assert_allclose(amaxes, wanted_amaxes, rtol=2**-8)
+    hidden, column_hidden, along_features, along_tokens = codes
+    np.testing.assert_array_equal(hidden, column_hidden.T)
+    np.testing.assert_array_equal(along_features, along_tokens.T)
+    for one, other, format in zip(codes, wanted, (FP8_E4M3, FP8_E4M3, gradients, gradients), strict=True):
+        assert one.shape == other.shape
+        found, expected = values(one, format), values(other, format)
+        np.testing.assert_array_equal(found == 1e9, expected == 1e9)  # NaN
+        step = 2.0 ** -(3 if format == FP8_E4M3 else 2)
+        np.testing.assert_allclose(found, expected, rtol=step, atol=2.0**-9)  # the neighbouring code at most
+        assert one.size == 0 or np.mean(found != expected) <= (0.001 if dtype == "float32" else 0.06)
