@@ -12,7 +12,9 @@ from gtp_jax import native
 from gtp_jax.formats import FP8_E4M3, FP8_E5M2
 from gtp_jax.ops import (
     linear_fp8,
+    multi_amax,
     power_of_two_amax,
+    quantize,
     quantize_swiglu,
     quantize_swiglu_gradient,
     swiglu,
@@ -101,48 +103,48 @@ def test_operands_that_do_not_fit_are_refused():
             quantize_swiglu(gate_up, jnp.float32(1), implementation="native")
 
 
-def codes_of(gate_up, gradient, parts, gradients, implementation):
-    options = dict(implementation=implementation)
-    amax = swiglu_amax(gate_up, parts, **options)
-    of_gradient = swiglu_amax(gate_up, parts, gradient, **options)
-    scales = [power_of_two_amax(a, form) for a, form in ((amax, FP8_E4M3), (of_gradient, gradients))]
-    rows = quantize_swiglu(gate_up, scales[0], parts, **options)
-    found = quantize_swiglu_gradient(gate_up, gradient, *scales, gradients, parts, **options)
-    return (amax, of_gradient), [q.codes for q in (rows, *found)]
+def made(gate_up, gradient, parts, gradients):
+    """The amaxes and codes of the kernels, and those of float32, in which the kernels compute, rounded once."""
+    dtype, native_ones = gate_up.dtype, dict(implementation="native")
+    hidden, back = jax.vjp(lambda x: swiglu(x, parts), gate_up.astype(jnp.float32))
+    exact = [x.astype(dtype) for x in (hidden, *back(gradient.astype(jnp.float32)))]
+    amaxes = multi_amax(exact)
+    scales = [power_of_two_amax(a, form) for a, form in zip(amaxes, (FP8_E4M3, gradients), strict=True)]
+    found_amaxes = [swiglu_amax(gate_up, parts, of, **native_ones) for of in (None, gradient)]
+    rows = quantize_swiglu(gate_up, scales[0], parts, **native_ones)
+    found = rows, *quantize_swiglu_gradient(gate_up, gradient, *scales, gradients, parts, **native_ones)
+    pairs = zip(exact, (FP8_E4M3, gradients), scales, strict=True)
+    wanted = [q for x, form, scale in pairs for q in quantize(x, form, amax=(scale, scale), axis="both")]
+    return found_amaxes, amaxes, found, wanted
 
 
-def values(codes, format):
-    # NaN is a value of its own, and codes of both zeros are one
-    kind = jnp.float8_e4m3fn if format == FP8_E4M3 else jnp.float8_e5m2
-    numbers = np.asarray(jax.lax.bitcast_convert_type(codes, kind), np.float32)
-    return np.nan_to_num(numbers, nan=1e9)
+def values(q):
+    """The numbers of codes without their scale; NaN has a number of its own."""
+    kind = jnp.float8_e4m3fn if q.format == FP8_E4M3 else jnp.float8_e5m2
+    return np.nan_to_num(np.asarray(jax.lax.bitcast_convert_type(q.codes, kind), np.float32), nan=1e9)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not KERNEL, reason="no kernel")
 @pytest.mark.parametrize(
-    "shape, dtype, gradients",
-    pairwise(ON_GPUS, ["bfloat16", "float32", "float16"], [FP8_E5M2, FP8_E4M3]),
+    "shape, dtype, gradients", pairwise(ON_GPUS, ["bfloat16", "float32", "float16"], [FP8_E5M2, FP8_E4M3])
 )
-def test_kernels_make_the_codes_of_the_reference(shape, dtype, gradients):
+def test_kernels_make_the_codes_of_float32_numbers(shape, dtype, gradients):
     rows, parts, width = shape
     gate_up, gradient = numbers(0, rows, parts * 2 * width) * 3, numbers(1, rows, parts * width) * 1e-3
     if rows > 100:
         gate_up = gate_up.at[5, 3].set(jnp.nan).at[100, width].set(jnp.inf).at[17, 0].set(-jnp.inf)
         gradient = gradient.at[99, width - 1].set(jnp.nan)
-    gate_up, gradient = gate_up.astype(dtype), gradient.astype(dtype)
-    amaxes, codes = jax.jit(codes_of, static_argnums=(2, 3, 4))(gate_up, gradient, parts, gradients, "native")
-    # in float32, in which the kernels compute
-    wide = [x.astype(jnp.float32) for x in (gate_up, gradient)]
-    wanted_amaxes, wanted = jax.jit(codes_of, static_argnums=(2, 3, 4))(*wide, parts, gradients, "reference")
-    np.testing.assert_allclose(amaxes, wanted_amaxes, rtol=2**-8)
-    hidden, column_hidden, along_features, along_tokens = codes
-    np.testing.assert_array_equal(hidden, column_hidden.T)
-    np.testing.assert_array_equal(along_features, along_tokens.T)
-    for one, other, format in zip(codes, wanted, (FP8_E4M3, FP8_E4M3, gradients, gradients), strict=True):
-        assert one.shape == other.shape
-        found, expected = values(one, format), values(other, format)
-        np.testing.assert_array_equal(found == 1e9, expected == 1e9)  # NaN
-        step = 2.0 ** -(3 if format == FP8_E4M3 else 2)
-        np.testing.assert_allclose(found, expected, rtol=step, atol=2.0**-9)  # the neighbouring code at most
-        assert one.size == 0 or np.mean(found != expected) <= (0.001 if dtype == "float32" else 0.06)
+    run = jax.jit(made, static_argnums=(2, 3))
+    found_amaxes, amaxes, found, wanted = run(gate_up.astype(dtype), gradient.astype(dtype), parts, gradients)
+    np.testing.assert_allclose(found_amaxes, amaxes, rtol=2**-7)
+    np.testing.assert_array_equal(found[0].codes, found[1].codes.T)
+    np.testing.assert_array_equal(found[2].codes, found[3].codes.T)
+    for one, other in zip(found, wanted, strict=True):
+        assert jax.tree.structure(one) == jax.tree.structure(other) and one.codes.shape == other.codes.shape
+        numbers_found, numbers_wanted = values(one), values(other)
+        np.testing.assert_array_equal(numbers_found == 1e9, numbers_wanted == 1e9)
+        # a neighbouring code, where the sigmoids differ in their last bits; the gate's gradient has terms that cancel
+        step, least = (0.13 if one.format == FP8_E4M3 else 0.26), 1e-5 * one.format.largest + 2.0**-9
+        np.testing.assert_allclose(numbers_found, numbers_wanted, rtol=step, atol=least)
+        assert one.codes.size < 1000 or np.mean(numbers_found != numbers_wanted) <= 0.01

@@ -27,11 +27,11 @@ pytestmark = [
 ]
 
 
-def compiled(recipe, fp8=False, ranks=8, num_layers=LAYERS, seq=8192):
+def compiled(recipe, fp8=False, ranks=8, num_layers=LAYERS, seq=8192, **options_of_model):
     """A step for as many H200s, an example each."""
     mesh = gtp.make_mesh(gtp=ranks, devices=hlo.topology_devices(hlo.parse_target(f"h200:{ranks}")))
     options = {**hlo.COMPILE_OPTIONS, **compile_options("gpu", tp=1, fp8=fp8)}
-    config = LlamaConfig(**{**SIZES, "num_layers": num_layers})
+    config = LlamaConfig(**{**SIZES, "num_layers": num_layers, **options_of_model})
     return lowered_step(config, mesh, batch=ranks, seq=seq, compiler_options=options, recipe=recipe).compile()
 
 
@@ -54,14 +54,18 @@ def test_codes_that_fp8_matmuls_take_as_they_are_travel_in_one_launch_a_layer_to
     gathers = [e for e in hlo.launch_order(text).collectives("all-gather") if "u8" in e.collective.dtype]
     assert [e.direction for e in gathers] == ["forward"] * LAYERS + ["backward"] * LAYERS
     assert text.count('custom_call_target="__cublas$lt$matmul$f8"') == 3 * 4 * LAYERS
-    # of every matmul the input twice and the gradient once; no weight, but for its codes once a step
-    launches = [text.count(f'custom_call_target="gtp_{name}"') for name in ("quantize", "unpack", "pack_apart")]
-    assert launches == [3 * 4 * LAYERS, 0, 4]
+    # of every matmul the input twice and the gradient once, but for those of the MLP that SwiGLU's kernels make; no
+    # weight, but for its codes once a step
+    names = ("quantize", "swiglu_amax", "swiglu_quantize", "swiglu_quantize_gradient", "unpack", "pack_apart")
+    launches = [text.count(f'custom_call_target="gtp_{name}"') for name in names]
+    assert launches == [(3 * 4 - 3) * LAYERS, 2 * LAYERS, LAYERS, LAYERS, 0, 4]
+    # neither hidden nor the gradient of gate and up is computed or stored
+    assert not re.findall(r"= bf16\[(?:1,)?8192,(?:28672|14336)\]\S* (?:multiply|concatenate|fusion)\(", text)
 
 
 def test_scaling_by_earlier_steps_takes_no_pass_and_no_memory_that_current_scaling_does_not_take():
-    def facts(recipe):
-        step = compiled(recipe, fp8=True, ranks=2, num_layers=2, seq=2048)
+    def facts(recipe):  # with an MLP that runs layer by layer under both
+        step = compiled(recipe, fp8=True, ranks=2, num_layers=2, seq=2048, activation="gelu_tanh")
         memory, text = step.memory_analysis(), step.as_text()
         kernels = Counter(re.findall(r'custom_call_target="(gtp_quantize|__cublas\$lt\$matmul\$f8)"', text))
         large = [math.prod(map(int, dims.split(","))) for dims in re.findall(r"= f32\[([\d,]+)\]\S* copy\(", text)]
