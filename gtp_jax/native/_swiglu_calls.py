@@ -1,4 +1,4 @@
-"""Calls the handlers of SwiGLU and its gradient, which exist only for GPUs. Sigmoids are computed in float32. Otherwise,
+"""Calls the handlers of SwiGLU and its gradient, which exist only for GPUs. Sigmoids are computed in float32; otherwise
 results are those of `gtp_jax.ops.swiglu` and its gradient, quantized."""
 
 from __future__ import annotations

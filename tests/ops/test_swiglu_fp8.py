@@ -1,6 +1,8 @@
 """A gated MLP in FP8 as one operation: bit for bit its two matmuls with SwiGLU between them; its kernels, the reference
 up to the sigmoid's rounding."""
 
+from typing import Any, cast
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -71,7 +73,7 @@ def test_it_is_two_matmuls_with_swiglu_between_them_bit_for_bit(dtype, shape, gr
 @pytest.mark.parametrize("keep_codes", [False, True])
 def test_backward_keeps_the_operand_of_swiglu_and_the_input_or_its_codes(keep_codes):
     x, up, down, _ = operands(8, 2, 32, "bfloat16")
-    call = jax.jit(lambda *given: swiglu_fp8(*given, FP8_E5M2, parts=2, keep_codes=keep_codes))
+    call = jax.jit(lambda x, up, down: swiglu_fp8(x, up, down, FP8_E5M2, parts=2, keep_codes=keep_codes))
     saved = jax.tree.leaves(jax.eval_shape(lambda *given: jax.vjp(call, *given)[1], x, up, down))
     size = lambda dtype: sum(leaf.size for leaf in saved if leaf.dtype == dtype)  # noqa: E731
     kept = (0, x.size) if keep_codes else (x.size, 0)
@@ -105,17 +107,17 @@ def test_operands_that_do_not_fit_are_refused():
 
 def made(gate_up, gradient, parts, gradients):
     """The amaxes and codes of the kernels, and those of float32, in which the kernels compute, rounded once."""
-    dtype, native_ones = gate_up.dtype, dict(implementation="native")
+    dtype, kernel = gate_up.dtype, cast("Any", dict(implementation="native"))
     hidden, back = jax.vjp(lambda x: swiglu(x, parts), gate_up.astype(jnp.float32))
     exact = [x.astype(dtype) for x in (hidden, *back(gradient.astype(jnp.float32)))]
     amaxes = multi_amax(exact)
     scales = [power_of_two_amax(a, form) for a, form in zip(amaxes, (FP8_E4M3, gradients), strict=True)]
-    found_amaxes = [swiglu_amax(gate_up, parts, of, **native_ones) for of in (None, gradient)]
-    rows = quantize_swiglu(gate_up, scales[0], parts, **native_ones)
-    found = rows, *quantize_swiglu_gradient(gate_up, gradient, *scales, gradients, parts, **native_ones)
+    found_amaxes = [swiglu_amax(gate_up, parts, of, **kernel) for of in (None, gradient)]
+    rows = quantize_swiglu(gate_up, scales[0], parts, **kernel)
+    of_gate_up = quantize_swiglu_gradient(gate_up, gradient, scales[0], scales[1], gradients, parts, **kernel)
     pairs = zip(exact, (FP8_E4M3, gradients), scales, strict=True)
     wanted = [q for x, form, scale in pairs for q in quantize(x, form, amax=(scale, scale), axis="both")]
-    return found_amaxes, amaxes, found, wanted
+    return found_amaxes, amaxes, (rows, *of_gate_up), wanted
 
 
 def values(q):

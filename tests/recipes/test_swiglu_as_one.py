@@ -1,6 +1,7 @@
 """A gated MLP of a model in FP8 runs as one operation where it can, and results are those of its layers bit for bit."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from gtp_jax.chain import REMAT
 from gtp_jax.nn import _mlp
 
 FP8 = gtp.FP8(matmuls=True)
-SIZES = dict(features=64, hidden=128)
+SIZES: dict[str, Any] = dict(features=64, hidden=128)
 
 
 def silu(x):
@@ -86,7 +87,7 @@ def test_loss_and_gradients_are_those_of_the_layers_one_after_another(make, degr
 
 
 # What does not run as one operation: the arguments of the MLP, the recipe, and the mesh.
-APART = {
+APART: dict[str, Any] = {
     "a bias": (dict(use_bias=True), FP8, {}),
     "another activation": (dict(activation=jax.nn.gelu), FP8, {}),
     "no gate": (dict(gated=False), FP8, {}),

@@ -78,7 +78,8 @@ def quantize_swiglu(
         return quantize(swiglu(gate_up, parts), FP8_E4M3, amax=amax)
     gate_up, amax = without_gradient("quantize_swiglu", (gate_up, amax))
     codes = native.swiglu_quantize(gate_up, amax, parts=parts, format=FP8_E4M3)
-    return QuantizedArray(codes, None, amax, FP8_E4M3, codes.shape)
+    rows, hidden = codes.shape
+    return QuantizedArray(codes, None, amax, FP8_E4M3, (rows, hidden))
 
 
 def quantize_swiglu_gradient(
@@ -113,10 +114,11 @@ def quantize_swiglu_gradient(
         return hidden, *quantize(found, format, amax=(gradient_amax, gradient_amax), axis="both")
     operands = without_gradient("quantize_swiglu_gradient", (gate_up, gradient, amax, gradient_amax))
     codes = native.swiglu_quantize_gradient(*operands, parts=parts, format=FP8_E4M3, gradient_format=format)
+    rows, hidden = gradient.shape
     return (
-        QuantizedArray(codes[0], None, amax, FP8_E4M3, gradient.shape, columns=True),
-        QuantizedArray(codes[1], None, gradient_amax, format, gate_up.shape),
-        QuantizedArray(codes[2], None, gradient_amax, format, gate_up.shape, columns=True),
+        QuantizedArray(codes[0], None, amax, FP8_E4M3, (rows, hidden), columns=True),
+        QuantizedArray(codes[1], None, gradient_amax, format, (rows, 2 * hidden)),
+        QuantizedArray(codes[2], None, gradient_amax, format, (rows, 2 * hidden), columns=True),
     )
 
 
