@@ -67,7 +67,8 @@ def with_remat(function: Callable[..., Any], remat: Remat) -> Callable[..., Any]
       from an output, that value is saved instead (`ops.save_for_backward`). Norms, activation functions and gathers of
       activations over tp are run again.
     - `activations`: saves what `matmuls` saves, and those inputs of matmuls that an activation function computed
-      (`ops.save_activation`), so that they are not recomputed. This costs one number per row and hidden feature.
+      (`ops.save_activation`), so that they are not recomputed. This costs one number per row and hidden feature. An MLP
+      that runs as one operation in FP8 (`ops.swiglu_fp8`) stores no such input.
     - `everything`: saves all that backward needs, with these exceptions. Gathers of activations over tp may be run
       again. In a mixture of experts, tokens are always sent to their experts again, and the experts' activation
       function and any rounds after the first are run again.
