@@ -25,7 +25,6 @@ from ._plan import plan as plan
 from ._policy import OFFLOADED as OFFLOADED
 from ._policy import REMAT as REMAT
 from ._policy import Remat as Remat
-from ._policy import saves_matmuls as saves_matmuls
 from ._policy import with_remat as with_remat
 from ._run import run as run
 from ._schedule import KeepGathered as KeepGathered

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
 from .._words import REMAT, Remat
-from ..ops import ACTIVATION, ATTENTION, ROUTING, SAVED
+from ..ops import ACTIVATION, ATTENTION, ROUTING, SAVED, named_values_saved
 
 
 def _saves_attention(primitive: Any, *_: Any, **params: Any) -> bool:
@@ -18,8 +19,7 @@ def _saves_attention(primitive: Any, *_: Any, **params: Any) -> bool:
     return "dot_product_attention_fwd" in primitive.name
 
 
-def saves_matmuls(primitive: Any, *avals: Any, **params: Any) -> bool:
-    """The policy `matmuls`; see `with_remat`."""
+def _saves_matmuls(primitive: Any, *avals: Any, **params: Any) -> bool:
     # Products with batch dimensions are not saved. They are mainly those of unfused attention, whose scores have
     # sequence x sequence elements.
     if primitive.name == "dot_general":
@@ -34,13 +34,13 @@ def saves_matmuls(primitive: Any, *avals: Any, **params: Any) -> bool:
 def _saves_activations(primitive: Any, *avals: Any, **params: Any) -> bool:
     if primitive.name == "name" and params["name"] == ACTIVATION:
         return True
-    return saves_matmuls(primitive, *avals, **params)
+    return _saves_matmuls(primitive, *avals, **params)
 
 
 _POLICIES: dict[str, Callable[..., Any] | None] = {
     "nothing": jax.checkpoint_policies.save_only_these_names(ROUTING),
     "attention": _saves_attention,
-    "matmuls": saves_matmuls,
+    "matmuls": _saves_matmuls,
     "activations": _saves_activations,
     "everything": None,
 }
@@ -54,7 +54,11 @@ OFFLOADED: Mapping[Remat, Remat] = {
 }
 
 
-def with_remat(function: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
+# Policies that save on the device what `ops.save_for_backward` names.
+_SAVE_NAMED = ("matmuls", "activations", "everything")
+
+
+def with_remat(function: Callable[..., Any], remat: Remat, *, prevent_cse: bool = False) -> Callable[..., Any]:
     """Returns `function`, changed to save for backward what the policy selects.
 
     - `nothing`: saves only the input; the forward pass is run again. Without offloading, this policy uses the least
@@ -76,13 +80,23 @@ def with_remat(function: Callable[..., Any], remat: Remat) -> Callable[..., Any]
       respectively. Between the passes, a chain keeps the activations among these values in the host's pinned memory,
       except those of its last layer.
 
+    Args:
+        function: the function.
+        remat: the policy.
+        prevent_cse: whether to separate backward from forward with barriers, for callers without barriers of their own
+            ([Note: ties]). Where there are such barriers, more would only prevent fusion.
+
     Raises:
         ValueError: if there is no such policy.
     """
     if remat not in REMAT:
         raise ValueError(f"`remat` is {remat!r}; it must be one of {sorted(REMAT)}.")
+
+    @functools.wraps(function)
+    def in_scope(*args: Any, **kwargs: Any) -> Any:
+        with named_values_saved(remat in _SAVE_NAMED):
+            return function(*args, **kwargs)
+
     if remat == "everything":
-        return function
-    # Callers separate backward from forward with barriers of their own ([Note: ties]). Those of `prevent_cse` would
-    # only prevent fusion.
-    return jax.checkpoint(function, policy=_POLICIES[OFFLOADED.get(remat, remat)], prevent_cse=False)
+        return in_scope
+    return jax.checkpoint(in_scope, policy=_POLICIES[OFFLOADED.get(remat, remat)], prevent_cse=prevent_cse)

@@ -31,6 +31,7 @@ from ..ops import (
     quantize,
     refuse_second_derivative,
     rows_of,
+    saves_codes,
 )
 from ._ring import Parts, sum_of_terms, term_dtype, while_gathered, while_scattered
 
@@ -57,7 +58,7 @@ def gather_linear_fp8(
     gradients: Format,
     axis: str,
     *,
-    keep_codes: bool = False,
+    keep_codes: bool | None = None,
 ) -> tuple[Float[jax.Array, "batch part *inner features_out"], ...]:
     """Returns `linear_fp8` of every rank's part of the sequence. `x` is this rank's part, and each part has a scale of
     its own.
@@ -73,7 +74,7 @@ def gather_linear_fp8(
         keep_codes: as in `linear_fp8`.
     """
     codes, slot = fp8_codes_and_slot(weight)
-    return _gather_linear(x, codes, slot, _Options(gradients, axis, slot.dtype, keep_codes))
+    return _gather_linear(x, codes, slot, _Options(gradients, axis, slot.dtype, saves_codes(keep_codes)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -120,7 +121,7 @@ def linear_scatter_fp8(
     gradients: Format,
     axis: str,
     *,
-    keep_codes: bool = False,
+    keep_codes: bool | None = None,
 ) -> Float[jax.Array, "batch part *inner features_out"]:
     """Applies `linear_fp8` to every part of the sequence, sums over ranks, and returns this rank's part of the result.
     Each part has a scale of its own.
@@ -135,7 +136,7 @@ def linear_scatter_fp8(
         keep_codes: as in `linear_fp8`.
     """
     codes, slot = fp8_codes_and_slot(weight)
-    return _linear_scatter(parts, codes, slot, _Options(gradients, axis, slot.dtype, keep_codes))
+    return _linear_scatter(parts, codes, slot, _Options(gradients, axis, slot.dtype, saves_codes(keep_codes)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

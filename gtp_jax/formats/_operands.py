@@ -34,7 +34,8 @@ class Operands:
         stochastic: whether the gradient is rounded stochastically, so that rounding is unbiased.
         delayed: how scales follow from the amaxes of earlier steps; `None` if each operand is scaled by its own.
         attention: whether attention behind these dense layers multiplies in `activation` too, in forward.
-        keep_codes: whether dense layers keep the codes of their inputs for wgrad, instead of the inputs.
+        keep_codes: whether dense layers keep the codes of their inputs for wgrad, instead of the inputs; `None` if the
+            remat policy in force saves them.
     """
 
     weight: Format
@@ -44,7 +45,7 @@ class Operands:
     stochastic: bool = False
     delayed: DelayedScaling | None = None
     attention: bool = False
-    keep_codes: bool = False
+    keep_codes: bool | None = None
 
     @property
     def rounds_input_once(self) -> bool:

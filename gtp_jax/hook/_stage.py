@@ -192,7 +192,7 @@ class StagedCall:
         self._summed.update([factor.number] if slotted else [])
         apply = functools.partial(in_matrices, times)
         # with "everything", forward would otherwise save for backward the operand that is made from the gathered weight
-        apply = jax.checkpoint(apply, prevent_cse=False) if self.remat == "everything" else apply
+        apply = with_remat(apply, "matmuls") if self.remat == "everything" else apply
         return apply(x, weight)
 
 

@@ -9,7 +9,6 @@ import jax
 import numpy as np
 from flax import nnx
 
-from ..chain import saves_matmuls
 from ..ops import save_activation, swiglu_fp8
 from ..weights import fused_parts
 from ._dense import Dense, LayerNormDense
@@ -82,7 +81,7 @@ class MLP(Layer):
         def multiply(up: Any, down: Any, x: jax.Array) -> jax.Array:
             return swiglu_fp8(x, up, down, operands.gradient, parts=parts, keep_codes=operands.keep_codes)
 
-        return apply_gathered((self.up, self.down), multiply, self.up.left_operand(x), policy=saves_matmuls)
+        return apply_gathered((self.up, self.down), multiply, self.up.left_operand(x), remat="matmuls")
 
     def _activated(self, hidden: dict[str, jax.Array]) -> jax.Array:
         if self.gated:

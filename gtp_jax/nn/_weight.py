@@ -13,7 +13,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from ..chain import Schedule
+from ..chain import Remat, Schedule, with_remat
 from ..formats import Operands, Tiled
 from ..layout import ArrayLayout, Layout, is_padded, pad
 from ..mesh import current_view
@@ -375,7 +375,7 @@ def apply_gathered(
     function: Callable[..., Any],
     *operands: Any,
     groups: Sequence[WeightGroup] | None = None,
-    policy: Callable[..., Any] | None = None,
+    remat: Remat = "nothing",
 ) -> Any:
     """Returns `function(*weights, *operands)`. Gathers the weights, and gathers them again in backward, unless a chain
     has already gathered them. If no weight is sharded, nothing is gathered again.
@@ -385,8 +385,7 @@ def apply_gathered(
         function: the function.
         operands: its further arguments.
         groups: the weight groups by which the weights are gathered; those of the owners by default.
-        policy: what is saved for backward if the weights are gathered again, as in `jax.checkpoint`; by default, only
-            the operands.
+        remat: what is saved for backward besides the operands if the weights are gathered again; see `with_remat`.
     """
     for owner in owners:
         owner.check_mesh()
@@ -400,7 +399,7 @@ def apply_gathered(
 
     if any(group.ranks > 1 or group.divided for group in groups):
         # otherwise, the gathered weights are saved for backward
-        gather_and_apply = jax.checkpoint(gather_and_apply, policy=policy)
+        gather_and_apply = with_remat(gather_and_apply, remat, prevent_cse=True)
     return gather_and_apply([owner.shards() for owner in owners], *operands)
 
 

@@ -82,11 +82,13 @@ from ._save import ACTIVATION as ACTIVATION
 from ._save import ATTENTION as ATTENTION
 from ._save import ROUTING as ROUTING
 from ._save import SAVED as SAVED
+from ._save import named_values_saved as named_values_saved
 from ._save import row_major as row_major
 from ._save import save_activation as save_activation
 from ._save import save_attention as save_attention
 from ._save import save_for_backward as save_for_backward
 from ._save import save_routing as save_routing
+from ._save import saves_codes as saves_codes
 from ._slot import SECOND_DERIVATIVE as SECOND_DERIVATIVE
 from ._slot import SlottedRows as SlottedRows
 from ._slot import SlottedWeight as SlottedWeight

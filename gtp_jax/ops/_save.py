@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Shaped
+
+_saved = jax.make_user_context(default_value=True)
 
 SAVED = "gtp_saved"
 ACTIVATION = "gtp_activation"
@@ -22,6 +25,18 @@ def save_for_backward(x: Any) -> Any:
     and takes no more memory.
     """
     return checkpoint_name(x, SAVED)
+
+
+def named_values_saved(saved: bool) -> contextlib.AbstractContextManager[None]:
+    """Puts in scope whether the remat policy in force saves on the device what `save_for_backward` names. Without a
+    policy, it is saved."""
+    return _saved(saved)
+
+
+def saves_codes(keep_codes: bool | None) -> bool:
+    """Returns whether to make the codes of an input for backward in forward: as asked for, or, for `None`, if the remat
+    policy in force saves them."""
+    return _saved.value if keep_codes is None else keep_codes
 
 
 def save_activation(x: Any) -> Any:

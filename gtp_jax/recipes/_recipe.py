@@ -183,20 +183,23 @@ class FP8(Recipe):
             soft caps, sinks and dropout are not supported.
         keep_codes: with `matmuls`, whether forward also makes the codes of dense layers' inputs that wgrad multiplies.
             Remat policies that save matmuls save them, 1 byte per element, so that backward neither computes the inputs
-            again nor quantizes them; without remat, they are saved instead of the inputs. Under other policies, they
-            are made in vain. Results do not change.
+            again nor quantizes them; without remat, they are saved instead of the inputs. `None` makes them where they
+            are then saved on the device: under `"matmuls"`, `"activations"` and `"everything"`, and without remat.
+            Under other policies, `True` makes them in vain. Results do not change.
     """
 
     matmuls: bool = False
     gradient: str = "e5m2"
     attention: bool = False
-    keep_codes: bool = False
+    keep_codes: bool | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_switch("matmuls", self.matmuls)
+        _check_switch("attention", self.attention)
+        if not isinstance(self.keep_codes, bool | None):
+            raise TypeError(f"`keep_codes` is {self.keep_codes!r}; it must be True, False or None.")
         for name in ("attention", "keep_codes"):
-            _check_switch(name, getattr(self, name))
             if getattr(self, name) and not self.matmuls:
                 raise ValueError(f"`{name}` requires `matmuls=True`; pass that too, or leave `{name}` out.")
         if self.gradient not in tuple(_GRADIENTS):

@@ -20,7 +20,8 @@ from gtp_jax.formats import FP8_E5M2
 from gtp_jax.nn import abstract_model
 from gtp_jax.ops import linear_fp8
 
-WITHOUT, KEPT = gtp.FP8(matmuls=True), gtp.FP8(matmuls=True, keep_codes=True)
+BY_REMAT = gtp.FP8(matmuls=True)
+WITHOUT, KEPT = (gtp.FP8(matmuls=True, keep_codes=keep_codes) for keep_codes in (False, True))
 ROWS, INTO, OUT = 16, 24, 40
 
 
@@ -75,7 +76,7 @@ def test_products_and_gradients_are_the_same_bit_for_bit(product, dtype, operand
 
         return run(x, w)
 
-    for one, other in zip(found(keep_codes=True), found(), strict=True):
+    for one, other in zip(found(keep_codes=True), found(keep_codes=False), strict=True):
         np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
         assert one.dtype == other.dtype and np.asarray(one, np.float32).any()
 
@@ -108,7 +109,7 @@ def test_examples_of_a_vmap_are_scaled_each_by_its_own_amax(operands):
         one = jax.grad(lambda x, w: jnp.sum(jnp.sin(alone(x, w, **options))), (0, 1))
         return jax.jit(jax.vmap(one, (0, None)))(x, w)
 
-    for one, other in zip(gradients(keep_codes=True), gradients(), strict=True):
+    for one, other in zip(gradients(keep_codes=True), gradients(keep_codes=False), strict=True):
         np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
 
 
@@ -152,8 +153,28 @@ def test_frozen_weights_have_no_wgrad_and_keep_no_codes():
     assert program(KEPT) == program(WITHOUT)
 
 
+# Without a policy, and under these, codes stay on the device.
+KEEPING = (None, "matmuls", "activations", "everything")
+
+
+@pytest.mark.parametrize("remat", others_full([None, *REMAT], [None, "matmuls", "nothing"]))
+def test_by_default_codes_are_kept_where_the_policy_saves_them(remat):
+    def program(recipe):
+        with jax.set_mesh(gtp.make_mesh(gtp=2, devices=jax.devices()[:2])):
+            model = abstract_model(lambda rngs: factory(rngs) if remat else gtp.MLP(64, 128, rngs=rngs))
+            if remat:
+                model.remat = remat
+            state = gtp.TrainState.create(model, optax.identity())
+            run = jax.jit(lambda s, x: gtp.train.loss_and_gradients(loss, s, x, recipe=recipe, view="local"))
+            return run.lower(state, jax.ShapeDtypeStruct((2, 16, 64), jnp.bfloat16)).as_text()
+
+    kept, without = program(KEPT), program(WITHOUT)
+    assert kept != without
+    assert program(BY_REMAT) == (kept if remat in KEEPING else without)
+
+
 def test_it_requires_matmuls():
     with pytest.raises(ValueError, match=naming("`keep_codes` `matmuls=True`")):
         gtp.FP8(keep_codes=True)
-    with pytest.raises(TypeError, match=naming("`keep_codes` 1 True False")):
+    with pytest.raises(TypeError, match=naming("`keep_codes` 1 True False None")):
         gtp.FP8(matmuls=True, keep_codes=1)  # pyright: ignore[reportArgumentType]

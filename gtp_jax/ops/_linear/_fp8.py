@@ -13,7 +13,7 @@ from jaxtyping import Float
 from ...formats import FP8_E4M3, Format, QuantizedArray
 from .._operand import operand_amax, quantizable, rows_of, tensor_unit
 from .._quantize import multi_amax, power_of_two_amax, quantize
-from .._save import save_for_backward
+from .._save import save_for_backward, saves_codes
 from .._slot import SlottedWeight, depends_on, refuse_second_derivative
 
 _DTYPES = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
@@ -24,7 +24,7 @@ def linear_fp8(
     weight: Float[jax.Array, "features_out features_in"] | SlottedWeight,
     gradients: Format,
     *,
-    keep_codes: bool = False,
+    keep_codes: bool | None = None,
 ) -> Float[jax.Array, "*rows features_out"]:
     """Returns `x @ weight.T` of operands rounded to FP8, each scaled by its own amax, with sums in float32.
 
@@ -41,14 +41,14 @@ def linear_fp8(
         weight: `(features_out, features_in)`, of the same dtype. With a slot, it can also be the codes in which the
             weight was sent (E4M3, row-wise), which are multiplied directly.
         gradients: the format of the incoming gradient, `FP8_E5M2` or `FP8_E4M3`.
-        keep_codes: whether to save the codes of `x` for backward, instead of `x`; see `codes_of_input`. Results do not
-            change.
+        keep_codes: whether to save the codes of `x` for backward, instead of `x`; see `codes_of_input`. By default, if
+            the remat policy in force saves them (`saves_codes`). Results do not change.
 
     Returns:
         `(..., features_out)`, of the same dtype.
     """
     codes, slot = fp8_codes_and_slot(weight)
-    return _linear(x, codes, slot, gradients, slot.dtype, keep_codes)
+    return _linear(x, codes, slot, gradients, slot.dtype, saves_codes(keep_codes))
 
 
 def fp8_codes_and_slot(

@@ -13,6 +13,7 @@ from jaxtyping import Float
 from ...formats import FP8_E4M3, Format, QuantizedArray
 from .._operand import operand_amax, rows_of
 from .._quantize import multi_amax, power_of_two_amax, quantize_swiglu, quantize_swiglu_gradient, swiglu_amax
+from .._save import saves_codes
 from .._slot import SlottedWeight, refuse_second_derivative
 from ._fp8 import (
     codes_for_wgrad,
@@ -38,7 +39,7 @@ def swiglu_fp8(
     gradients: Format,
     *,
     parts: int = 1,
-    keep_codes: bool = False,
+    keep_codes: bool | None = None,
 ) -> Float[jax.Array, "*rows features_out"]:
     """Returns `linear_fp8(swiglu(linear_fp8(x, up), parts), down)`, with the same rounding.
 
@@ -50,7 +51,7 @@ def swiglu_fp8(
         x: `(..., features_in)`, bfloat16, float16 or float32.
         up: the fused weight of gate and up, `(parts * 2 * width, features_in)`; see `swiglu`. Values, or codes as in
             `linear_fp8`.
-        down: `(features_out, parts * width)`, likewise.
+        down: the weight of the second matmul, `(features_out, parts * width)`, values or codes.
         gradients: the format of the gradients of both outputs, `FP8_E5M2` or `FP8_E4M3`.
         parts: as in `swiglu`.
         keep_codes: whether to save the codes of `x` for backward, as in `linear_fp8`.
@@ -60,7 +61,7 @@ def swiglu_fp8(
     """
     of_up, up_slot = fp8_codes_and_slot(up)
     of_down, down_slot = fp8_codes_and_slot(down)
-    options = _Options(gradients, parts, (up_slot.dtype, down_slot.dtype), keep_codes)
+    options = _Options(gradients, parts, (up_slot.dtype, down_slot.dtype), saves_codes(keep_codes))
     return _swiglu(x, of_up, of_down, up_slot, down_slot, options)
 
 
