@@ -11,7 +11,7 @@ from messages import naming
 from selection import pairwise
 
 from gtp_jax import native
-from gtp_jax.formats import FP8_E4M3, FP8_E5M2
+from gtp_jax.formats import FP8_E4M3, FP8_E5M2, NVFP4
 from gtp_jax.ops import (
     linear_fp8,
     multi_amax,
@@ -50,7 +50,7 @@ def assert_equal(found, wanted):
     pairwise(["bfloat16", "float32", "float16"], SHAPES, [FP8_E5M2, FP8_E4M3], [False, True]),
 )
 def test_it_is_two_matmuls_with_swiglu_between_them_bit_for_bit(dtype, shape, gradients, keep_codes):
-    *given, gradient = operands(*shape, dtype)
+    *given, gradient = operands(*shape, dtype=dtype)
     if dtype != "float16" and shape[0] == 7:
         given[0] = given[0].at[2, 1].set(jnp.nan).at[4, 0].set(jnp.inf)
 
@@ -124,6 +124,43 @@ def values(q):
     """The numbers of codes without their scale; NaN has a number of its own."""
     kind = jnp.float8_e4m3fn if q.format == FP8_E4M3 else jnp.float8_e5m2
     return np.nan_to_num(np.asarray(jax.lax.bitcast_convert_type(q.codes, kind), np.float32), nan=1e9)
+
+
+# Arguments of the handlers past the checks of `gtp_jax.ops`, and what their errors name.
+REFUSED = {
+    "parts": (dict(parts=4), "gate_up 12 columns 4 parts"),
+    "dtype": (dict(gate_up=jnp.ones((4, 12), jnp.int32)), "gate_up float32, bfloat16 or float16"),
+    "dimensions": (dict(gate_up=jnp.ones(12)), "gate_up (12) 2 dimensions"),
+    "gradient": (dict(gradient=jnp.ones((4, 12))), "gradient (4, 12) (4, 6)"),
+    "dtype of the gradient": (dict(gradient=jnp.ones((4, 6), jnp.bfloat16)), "gradient dtype gate_up"),
+    "amax": (dict(amax=jnp.ones(2)), "amax (2)"),
+    "format": (dict(format=NVFP4), "amax NVFP4 one scale per tensor"),
+    "codes": (dict(rows=jax.ShapeDtypeStruct((4, 11), jnp.uint8)), "row_codes (4, 11) (4, 12)"),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not KERNEL, reason="no kernel")
+@pytest.mark.parametrize("case", REFUSED)
+def test_handlers_return_errors(case):
+    wrong, message = REFUSED[case]
+    codes = {
+        name: jax.ShapeDtypeStruct(s, jnp.uint8)
+        for name, s in dict(hidden=(6, 4), rows=(4, 12), columns=(12, 4)).items()
+    }
+    given = dict(gate_up=jnp.ones((4, 12)), gradient=jnp.ones((4, 6)), amax=jnp.float32(1), parts=1, format=FP8_E4M3)
+    given |= codes | wrong
+    call = jax.ffi.ffi_call("gtp_swiglu_quantize_gradient", [given[name] for name in codes])
+    with pytest.raises(jax.errors.JaxRuntimeError, match=naming(message)):
+        jax.block_until_ready(
+            call(
+                *(given[name] for name in ("gate_up", "gradient", "amax")),
+                jnp.float32(1),
+                parts=np.int64(given["parts"]),
+                format=np.int32(given["format"].code),
+                gradient_format=np.int32(FP8_E5M2.code),
+            )
+        )
 
 
 @pytest.mark.gpu

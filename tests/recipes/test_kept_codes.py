@@ -2,6 +2,7 @@
 changes."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -161,7 +162,7 @@ KEEPING = (None, "matmuls", "activations", "everything")
 def test_by_default_codes_are_kept_where_the_policy_saves_them(remat):
     def program(recipe):
         with jax.set_mesh(gtp.make_mesh(gtp=2, devices=jax.devices()[:2])):
-            model = abstract_model(lambda rngs: factory(rngs) if remat else gtp.MLP(64, 128, rngs=rngs))
+            model: Any = abstract_model(lambda rngs: factory(rngs) if remat else gtp.MLP(64, 128, rngs=rngs))
             if remat:
                 model.remat = remat
             state = gtp.TrainState.create(model, optax.identity())
