@@ -9,6 +9,18 @@ _DIVIDED = "tests/parity/test_divided_sequences.py"
 
 MUTANTS = (
     Mutant(
+        "an MLP in FP8 with another activation runs as SwiGLU",
+        "self.gated and self.activation is jax.nn.silu and",
+        "self.gated and",
+        ("tests/recipes/test_swiglu_as_one.py::test_other_layers_run_one_after_another",),
+    ),
+    Mutant(
+        "codes of inputs are made under policies that do not save them",
+        "with named_values_saved(remat in _SAVE_NAMED):",
+        "with named_values_saved(True):",
+        ("tests/recipes/test_kept_codes.py::test_by_default_codes_are_kept_where_the_policy_saves_them",),
+    ),
+    Mutant(
         "every layer of a stack gets the arguments of the first",
         "link.remat, shared, each[start])",
         "link.remat, shared, each[0])",

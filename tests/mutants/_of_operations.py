@@ -6,6 +6,18 @@ from .mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "backward of an MLP in FP8 scales hidden by the amax of the gradient",
+        "gate_up, of_hidden, hidden_amax, gradient_amax, options",
+        "gate_up, of_hidden, gradient_amax, gradient_amax, options",
+        ("tests/ops/test_swiglu_fp8.py::test_it_is_two_matmuls_with_swiglu_between_them_bit_for_bit",),
+    ),
+    Mutant(
+        "gate and up of one rank's part are taken for those of all parts",
+        "jnp.reshape(gate_up, (rows, parts, columns // parts))",
+        "jnp.reshape(gate_up, (rows, 1, columns))",
+        ("tests/recipes/test_swiglu_as_one.py::test_loss_and_gradients_are_those_of_the_layers_one_after_another",),
+    ),
+    Mutant(
         "a scale around 0 multiplies by itself",
         "(normed * (1 + factor if zero_centered else factor))",
         "(normed * factor)",
