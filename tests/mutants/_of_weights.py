@@ -23,8 +23,8 @@ MUTANTS = (
     ),
     Mutant(
         "outputs of fused kernels are not taken apart rank by rank",
-        "    ranks = layouts[0].ranks if in_order(layouts) else 1\n    sizes",
-        "    ranks = 1\n    sizes",
+        "    ranks, sizes = fused_parts(layouts), use_rows(layouts)",
+        "    ranks, sizes = 1, use_rows(layouts)",
         (f"{_VIEWS}[several kernels in blocks-gtp 4 x tp 2, sequence parallel]",),
     ),
     Mutant(
