@@ -51,6 +51,7 @@ def assert_equal(found, wanted):
 )
 def test_it_is_two_matmuls_with_swiglu_between_them_bit_for_bit(dtype, shape, gradients, keep_codes):
     *given, gradient = operands(*shape, dtype=dtype)
+    gradient /= 1024  # scales of gradients are others than those of values
     if dtype != "float16" and shape[0] == 7:
         given[0] = given[0].at[2, 1].set(jnp.nan).at[4, 0].set(jnp.inf)
 
