@@ -5,6 +5,7 @@ from . import _names_above, _old_names
 # see [Note: names above]: importing a package of this one, such as the command line, imports no other
 ABOVE = {
     "gtp_jax.checkpoint": ("Checkpoints",),
+    "gtp_jax.flight_recorder": ("recorder",),
     "gtp_jax.hook": ("shard",),
     "gtp_jax.inspect": ("explain",),
     "gtp_jax.mesh": ("make_mesh",),

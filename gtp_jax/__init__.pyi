@@ -18,6 +18,7 @@ from . import recipes as recipes
 from . import train as train
 from . import weights as weights
 from .checkpoint import Checkpoints as Checkpoints
+from .flight_recorder import recorder as recorder
 from .hook import shard as shard
 from .inspect import explain as explain
 from .mesh import make_mesh as make_mesh

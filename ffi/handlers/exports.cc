@@ -4,10 +4,12 @@
 
 #include "backend.h"
 #include "gtp/formats.h"
+#include "gtp/record.h"
 #include "xla/ffi/api/c_api.h"
 
 // The names are separated by spaces.
-#define GTP_TARGETS "gtp_multi_amax gtp_hadamard_amax gtp_quantize gtp_dequantize gtp_pack gtp_pack_apart gtp_unpack"
+#define GTP_TARGETS \
+  "gtp_multi_amax gtp_hadamard_amax gtp_quantize gtp_dequantize gtp_pack gtp_pack_apart gtp_unpack gtp_stamp"
 #ifdef GTP_WITH_HOPPER
 // These kernels are empty unless they are compiled for sm_90a.
 #define GTP_HOPPER " gtp_grouped_product gtp_grouped_outer gtp_grouped_blocked_product gtp_grouped_blocked_outer"
@@ -40,14 +42,16 @@ std::string facts() {
   for (const gtp::Format& format : gtp::kFormats) formats += (formats.empty() ? "" : ", ") + json(format);
   return R"({"ffi_version": [)" + std::to_string(XLA_FFI_API_MAJOR) + ", " + std::to_string(XLA_FFI_API_MINOR) +
          R"(], "cuda_version": ")" GTP_CUDA_VERSION R"(", "cuda_architectures": ")" GTP_CUDA_ARCHITECTURES
-         R"(", "targets": {"cpu": ")" GTP_TARGETS R"(", "CUDA": ")" GTP_CUDA_TARGETS R"("}, "formats": [)" + formats + "]}";
+         R"(", "targets": {"cpu": ")" GTP_TARGETS R"(", "CUDA": ")" GTP_CUDA_TARGETS R"("}, "record": [)" +
+         std::to_string(gtp::kRecordDevices) + ", " + std::to_string(gtp::kStampsKept) + ", " +
+         std::to_string(gtp::kStampIdBits) + R"(], "formats": [)" + formats + "]}";
 }
 
 }  // namespace
 
 // Returns JSON: the version of XLA's interface, what the CUDA kernels were compiled with and for, the names of the
-// targets on each platform, and the formats in the order of their codes. The handler of the target `gtp_pack` is
-// `gtp_pack_cpu` on CPUs and `gtp_pack_cuda` on GPUs.
+// targets on each platform, the sizes in `gtp/record.h`, and the formats in the order of their codes. The handler of
+// the target `gtp_pack` is `gtp_pack_cpu` on CPUs and `gtp_pack_cuda` on GPUs.
 GTP_EXPORT const char* gtp_facts() {
   static const std::string text = facts();
   return text.c_str();

@@ -13,6 +13,7 @@ from ._calls import multi_amax as multi_amax
 from ._calls import pack as pack
 from ._calls import pack_apart as pack_apart
 from ._calls import quantize as quantize
+from ._calls import stamp as stamp
 from ._calls import unpack as unpack
 from ._grouped_calls import grouped_blocked_outer as grouped_blocked_outer
 from ._grouped_calls import grouped_blocked_product as grouped_blocked_product
@@ -27,6 +28,8 @@ from ._library import describe as describe
 from ._library import has as has
 from ._library import is_built as is_built
 from ._library import rebuild_for as rebuild_for
+from ._library import record_sizes as record_sizes
+from ._library import record_to as record_to
 from ._swiglu_calls import swiglu_amax as swiglu_amax
 from ._swiglu_calls import swiglu_quantize as swiglu_quantize
 from ._swiglu_calls import swiglu_quantize_gradient as swiglu_quantize_gradient

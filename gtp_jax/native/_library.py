@@ -21,6 +21,7 @@ from ..formats import FORMATS
 Code = Literal["machine code", "PTX", "none"]
 
 _FILE = "libgtp_native.so"
+_WORDS = ctypes.POINTER(ctypes.c_uint64)
 REBUILD = "`pip install --force-reinstall --no-deps -e .` in a checkout of gtp_jax"
 
 
@@ -33,6 +34,7 @@ class _Facts:
     cuda_architectures: str
     targets: dict[str, str]
     formats: list[dict[str, Any]]
+    record: tuple[int, int, int] = (0, 0, 0)  # older libraries have none
 
 
 @functools.cache
@@ -53,6 +55,8 @@ def _opened() -> ctypes.CDLL | None:
         raise ImportError(f"the kernels of gtp_jax cannot be loaded: {error}. Build them again: {REBUILD}.") from error
     library.gtp_facts.restype = ctypes.c_char_p
     library.gtp_cublaslt_version.restype = ctypes.c_size_t
+    if hasattr(library, "gtp_record_to"):
+        library.gtp_record_to.argtypes, library.gtp_record_to.restype = (_WORDS, ctypes.c_int32), ctypes.c_char_p
     return library
 
 
@@ -165,6 +169,28 @@ def code_for(capability: str) -> Code:
         if parts[4] != "-real" and (same if suffix == "a" else of_family if suffix else own <= (major, minor)):
             found = True
     return "PTX" if found else "none"
+
+
+def record_sizes() -> tuple[int, int, int]:
+    """Returns the sizes in `ffi/include/gtp/record.h`: devices, stamps per device, and bits of a stamp's id."""
+    facts = _facts()
+    return (0, 0, 0) if facts is None else facts.record
+
+
+def record_to(memory: Any, device: int) -> None:
+    """Makes stamps write to memory that stays valid until the process ends.
+
+    Args:
+        memory: a writable buffer for all stamps of a record.
+        device: the ordinal of a GPU of this process; -1 if it uses none.
+
+    Raises:
+        ImportError: if the library cannot do this, or GPUs cannot write to this memory.
+    """
+    library = _opened()
+    assert library is not None
+    if error := library.gtp_record_to(ctypes.cast((ctypes.c_uint64 * 1).from_buffer(memory), _WORDS), device):
+        raise ImportError(f"GPUs cannot write to the record of stamps: {error.decode()}.")
 
 
 @functools.cache

@@ -26,6 +26,12 @@ const char* swiglu_amax(const SwigluJob& job, float* amax, Stream stream);
 const char* swiglu_quantize(const SwigluJob& job, Stream stream);
 const char* blocked_matmul(const BlockedJob& job, Stream stream);
 
+// Copies an id, and adds it to a device's stamps (`gtp/record.h`) unless they are nullptr.
+const char* stamp(const int32_t* id, int32_t* result, uint64_t* stamps, Stream stream);
+
+// Lets all GPUs of the process write to this memory of the host. `device` is one of them.
+const char* share_with_devices(void* memory, int64_t bytes, int32_t device);
+
 // Returns the version of the cuBLASLt that `blocked_matmul` calls, such as 120900 for CUDA 12.9; 0 if there is none.
 size_t cublaslt_version();
 
