@@ -31,4 +31,5 @@ from ._schedule import KeepGathered as KeepGathered
 from ._schedule import Schedule as Schedule
 from ._stage import Outputs as Outputs
 from ._stage import Stage as Stage
+from ._stamps import stamped as stamped
 from ._ties import together as together

@@ -17,6 +17,7 @@ from ._floats import is_float
 from ._forward import Residuals
 from ._host import to_device, with_activations
 from ._stage import ByLayer, Stage, in_loop, is_mark, place, renumbered
+from ._stamps import Stamper
 from ._ties import tied_trees, together
 
 Tree = Any
@@ -103,6 +104,7 @@ class _Backward:
         self.shared = shared
         self.scalars = scalars
         self.sent = residuals.sent
+        self.stamper = Stamper(stages, "backward")
         # the stages whose backward needs weights that were not kept; for example, an embedding needs none
         self.regathers = {stage for (stage, _), closure in residuals.layers.items() if any(_marks(closure.args_res[0]))}
 
@@ -119,7 +121,9 @@ class _Backward:
             tree, [next(summed).astype(a.dtype) if is_float(a) else np.zeros(a.shape, none) for a in leaves]
         )
 
-    def run(self, events: Sequence[Event], carry: _Carry, origin: Any, residuals: Residuals) -> tuple[_Carry, _Done]:
+    def run(
+        self, events: Sequence[Event], carry: _Carry, origin: Any, residuals: Residuals, loop: Loop | None = None
+    ) -> tuple[_Carry, _Done]:
         gradient, weights, pending, reduced, shared, fetched = carry
         weights, pending, reduced, fetched = dict(weights), dict(pending), dict(reduced), dict(fetched)
         summed: ByLayer = {}  # over all axes
@@ -140,10 +144,13 @@ class _Backward:
                     summed[stage, layer] = divide(tied_trees(reduced.pop((stage, layer)), turn))
                 case Compute(stage, layer):
                     entered = gradient
+                    gradient = self.stamper.begins(gradient, event, origin, loop)
                     own, residual = weights.pop((stage, layer), ()), residuals.layers[stage, layer]
                     residual = with_activations(residual, fetched.pop((stage, layer), []))
                     computed = self._compute(stage, place(origin, layer), residual, own, gradient)
                     gradient, pending[stage, layer], params, to_shared, turn = computed
+                    of_layer = gradient, pending[stage, layer]
+                    gradient, pending[stage, layer] = self.stamper.computed(of_layer, event, origin, loop, events)
                     done.params[stage, layer] = params, False
                     if to_shared:
                         shared = [total + one for total, one in zip(shared, to_shared, strict=True)]
@@ -185,7 +192,8 @@ class _Backward:
     def _loop(self, loop: Loop, carry: _Carry, residuals: Residuals) -> tuple[_Carry, _Done]:
         def body(carry: _Carry, step: tuple[jax.Array, Tree, ByLayer]) -> tuple[_Carry, _Done]:
             layer, residual, host = step
-            carry, done = self.run(loop.body, carry, layer, Residuals({(loop.stage, 0): residual}, {}, host))
+            own = Residuals({(loop.stage, 0): residual}, {}, host)
+            carry, done = self.run(loop.body, carry, layer, own, loop)
             stacked = _Done(*({key: value for key, (value, _) in one.items()} for one in done))
             return _moved(carry, 1), stacked
 

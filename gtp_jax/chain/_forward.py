@@ -17,6 +17,7 @@ from ._events import Barrier, Compute, Divide, Event, Fetch, Gather, Loop, Offlo
 from ._host import to_host, without_activations
 from ._offloads import record_offload
 from ._stage import ByLayer, Outputs, Stage, in_loop, is_mark, place, renumbered
+from ._stamps import Stamper
 from ._ties import together
 
 Tree = Any
@@ -104,14 +105,18 @@ class _Forward:
         self.shared = shared
         self.keep_sent = keep_sent
         self.sent: ByLayer = {}
+        self.stamper = Stamper(stages, "forward")
 
-    def run(self, events: Sequence[Event], carry: _Carry, origin: Any) -> tuple[_Carry, ByLayer, ByLayer]:
+    def run(
+        self, events: Sequence[Event], carry: _Carry, origin: Any, loop: Loop | None = None
+    ) -> tuple[_Carry, ByLayer, ByLayer]:
         """Runs the events.
 
         Args:
             events: the events.
             carry: the values before the events.
             origin: 0; in a loop's body, the layer of the iteration, to which layer numbers in `events` are relative.
+            loop: the loop, if `events` are its body.
 
         Returns:
             The carry after the events. For each layer, a triple: its residual, its outputs, and whether both are
@@ -131,11 +136,13 @@ class _Forward:
                     own = weights.pop((stage, layer))
                     if keep:
                         self.sent.pop((stage, layer), None)
+                    x, own = self.stamper.begins((x, own), event, origin, loop)
                     given, turn = x, turn_after(weights)
                     x, closure, outputs = self._compute(self.stages[stage], place(origin, layer), x, own, keep, turn)
                     if away:
                         closure, saved[stage, layer], inputs = without_activations(closure)
                         record_offload(self.stages[stage].source, given, saved[stage, layer], inputs)
+                    x = self.stamper.computed(x, event, origin, loop, events)
                     done[stage, layer] = closure, outputs, False
                 case Offload(stage, layer):
                     moving[stage, layer] = to_host(saved.pop((stage, layer)))
@@ -157,7 +164,7 @@ class _Forward:
 
     def _loop(self, loop: Loop, carry: _Carry) -> tuple[_Carry, ByLayer, ByLayer]:
         def body(carry: _Carry, layer: jax.Array) -> tuple[_Carry, Tree]:
-            carry, done, host = self.run(loop.body, carry, layer)
+            carry, done, host = self.run(loop.body, carry, layer, loop)
             return _moved(carry, -1), ({key: value[:2] for key, value in done.items()}, host)
 
         carry, (done, host) = lax.scan(

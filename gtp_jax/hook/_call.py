@@ -15,6 +15,7 @@ from flax.errors import TraceContextError
 from jax.core import Tracer
 
 from ..chain import OFFLOADED, Remat, Schedule
+from ..flight_recorder import PLACES
 from ..mesh import check_mesh_in_scope, current_view, legacy_mesh_in_scope
 from ..weights import ModulePath
 from ._choice import name_of, own_variables
@@ -110,8 +111,14 @@ def call_unit(
     shapes = [logical_shape(shard, placement) for shard, placement in pairs]
     note = _noting(unit, call.names, shapes, staged)
     source = name_of(path_of_unit(unit) or ()) if remat in OFFLOADED else ""
+    source = source or (_name_from(placements) if PLACES.stamping else "")
     refused = functools.partial(forward_mode_refused, type(unit).__name__, call.program.jaxpr)
     return call.finish(call_or_mark(call, staged, schedule, note=note, refused=refused, source=source))
+
+
+def _name_from(placements: Placements) -> str:
+    """Returns the name of a unit, which its weights' paths in the model have in front of their paths in the unit."""
+    return next((name_of(paths[0][: len(paths[0]) - len(own)]) for own, _, paths in placements), "")
 
 
 @legacy_mesh_in_scope()

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.core
 
+from ..flight_recorder import step_recorded
 from ._memory import check_distinct
 
 # Words of JAX's messages about arguments: deleted arrays, shapes without values, and what is no array.
@@ -27,6 +28,7 @@ class Jitted:
         donate_argnums: the positions of donated arguments, as in `jax.jit`.
         check: a function that refuses bad arguments, unless one of them is traced. To save time, it is called only
             before the first call under given options, and if JAX refuses an argument.
+        kept: a function that returns the part of a result that is not donated to a later call.
         after: a function that is called with the arguments and the result of each call, unless an argument is traced.
     """
 
@@ -36,13 +38,14 @@ class Jitted:
         options: Callable[..., dict[str, Any]],
         donate_argnums: tuple[int, ...] = (),
         check: Callable[..., None] = lambda *_: None,
+        kept: Callable[[Any], Any] = lambda result: result,
         after: Callable[..., None] = lambda *_: None,
     ) -> None:
         self.__wrapped__ = function
         self.__name__ = function.__name__
         self.__doc__ = function.__doc__
         self._options = options
-        self._donated, self._check, self._after = donate_argnums, check, after
+        self._donated, self._check, self._kept, self._after = donate_argnums, check, kept, after
         self._signature = inspect.signature(function)
         self._by_options: dict[Any, Any] = {}
         self._ran: set[Any] = set()
@@ -55,7 +58,9 @@ class Jitted:
         if jitted not in self._ran:
             self._check(*args)
         try:
-            result = jitted(*args)
+            with step_recorded() as record:
+                result = jitted(*args)
+                record(self._kept(result))
         except (RuntimeError, TypeError, ValueError) as error:
             self._explain(error, args)
             raise

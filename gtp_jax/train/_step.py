@@ -14,6 +14,7 @@ import optax
 
 from .._foreign import brief
 from .._words import ReduceOverDp
+from ..chain import stamped
 from ..mesh import Roles, current_roles, degree, degrees, is_on_host, platform
 from ..recipes import Phases, Recipe, recipe_of_call, recipes_of
 from ._gradients import Computed, gradients, losses, mean_gradients
@@ -197,6 +198,7 @@ def train_step(
         def step(state: TrainState, batch: Tree, skip: jax.Array | None = None) -> tuple[TrainState, dict[str, Any]]:
             check_state(state)
             chosen = request._replace(recipe=recipe_of_call(recipe))
+            batch = stamped(batch, "at the beginning of a step")
             computed = gradients(chosen, state, batch)
             after, metrics = updated(
                 state,
@@ -211,7 +213,10 @@ def train_step(
 
         options = lambda *args: _options(compiler_options, recipe_of_call(recipe), view, *args)  # noqa: E731
         own = None if replicas is None else replicas.own_step(request, optimizer, **limits, options=options)
-        return Jitted(step, options, donate_argnums=(0,), check=_check_arguments, after=after) if own is None else own
+        if own is not None:
+            return own
+        of_step: Any = {"check": _check_arguments, "kept": lambda result: result[1], "after": after}
+        return Jitted(step, options, donate_argnums=(0,), **of_step)
 
     return Phased(recipe, map(of, recipes_of(recipe))) if isinstance(recipe, Phases) else of(recipe)
 

@@ -13,6 +13,7 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ..chain import stamped
 from ..mesh import Path, with_paths
 from ..nn import UpdateRule
 from ..ops import MOST
@@ -81,7 +82,7 @@ def updated(
     """
     rules = state.model_def.update_rules
     ruled = {path: mean(g, computed.tokens) for path, g in with_paths(computed.gradients) if path in rules}
-    norm = optax.tree.norm(_means(state.params, computed, rules))
+    norm = stamped(optax.tree.norm(_means(state.params, computed, rules)), "in the update")
     finite = jnp.isfinite(mean(computed.total, computed.tokens)) & jnp.isfinite(norm)
     skipped = ~finite if skip_nonfinite else jnp.zeros((), jnp.bool)
     skipped = skipped if skip is None else skipped | skip
