@@ -20,6 +20,7 @@ from typing import Any
 import jax
 
 from ...checkpoint import Checkpoints
+from ...flight_recorder import step_recorded
 from ...models import saved_evaluation
 from ...recipes import Phases
 from ...train import TrainState, never_skip
@@ -153,7 +154,9 @@ class _Loop:
     def _launch(self, position: int, batch: Any) -> bool:
         """Launches a step, waits for all but the latest ones, and returns the same as `_settle`."""
         began = time.perf_counter()
-        self._state, metrics = self._job.step(self._state, batch, self._skip)
+        with step_recorded() as record:
+            self._state, metrics = self._job.step(self._state, batch, self._skip)
+            record(metrics)
         self._watch.timed("dispatch", time.perf_counter() - began)
         self._skip = metrics["skipped"]
         self._launched.append((position, metrics))

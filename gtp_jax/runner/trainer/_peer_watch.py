@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Self
 
 from ...checkpoint import Checkpoints
+from ...flight_recorder import active
 from .._exit_codes import RETRY, of_error
 from ..launch import Launch
 from ._clock import LIMITS_S, TICK_S, PhaseClock
@@ -195,11 +196,11 @@ class PeerWatch(Watch):
             self._guard.beat()
         self._beat({"step": step, "activity": activity, "for_s": round(elapsed_s, 1)})
         if silent:
-            self._end(f"{self._named(silent)} gave no sign of life for {silence_s:.0f} s", RETRY)
+            self._end(f"{self._named(silent)} gave no sign of life for {silence_s:.0f} s{_where()}", RETRY)
         if over:
             reason = f"it has been in `{activity}` at step {step} for {elapsed_s:.0f} s; the limit is {limit_s:.0f} s"
             behind = f". Behind: {self._behind}" if self._behind else ""
-            self._end(f"{reason}; the stacks above say where{behind}", RETRY, stacks=True)
+            self._end(f"{reason}{_where()}; the stacks above say where{behind}", RETRY, stacks=True)
 
     def _beat(self, beat: Message) -> None:
         if self._peers is None:
@@ -220,6 +221,12 @@ class PeerWatch(Watch):
             for line in self._slow:
                 if line.partition(" takes")[0] not in who:
                     print(f"gtp-jax: slow: {line}", file=sys.stderr, flush=True)
+
+
+def _where() -> str:
+    """Returns where the devices of this process are in a step, for messages; an empty string if nothing is recorded."""
+    recorder = active()
+    return f"; this process is {recorder.where}" if recorder is not None and recorder.steps.in_flight else ""
 
 
 def behind(said: dict[int, Message], named: Callable[[Sequence[int]], str]) -> str:

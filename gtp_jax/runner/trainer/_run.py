@@ -11,6 +11,8 @@ import jax
 import numpy as np
 
 from ...checkpoint import Checkpoints
+from ...flight_recorder import Recorder as HangRecorder
+from ...flight_recorder import active
 from ...mesh import of_all_processes
 from .._exit_codes import DONE, of_signal, out_of_memory
 from ..launch import Launch
@@ -162,7 +164,9 @@ def _train(
     say = print if speaks else lambda *_, **__: None
     say(task.heading(), flush=True)
     opened = Checkpoints(directory.checkpoints, keep=limits.keep, keep_best=limits.keep_best, guard=guard)
-    with opened as checkpoints, _failures(watch, alone):
+    records = limits.recorder and active() is None
+    recorded = HangRecorder(directory.root / "recorder") if records else contextlib.nullcontext()
+    with opened as checkpoints, _failures(watch, alone), recorded:
         first = "resume" if begin.resume else "start"
         watch.write(first, **attempt(task.program), settings=task.settings, seeds=task.seeds, changes=changes)
         job, state, set_aside = task.prepare(checkpoints, watch, begin)

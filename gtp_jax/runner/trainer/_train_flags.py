@@ -352,6 +352,9 @@ class TrainConfig:
         above=0,
         metavar="S",
     )
+    recorder: bool = knob(
+        True, "output", "if a step hangs, say which process the others wait for, and in which layer", kind=bool
+    )
 
     def __post_init__(self) -> None:
         as_tuple(self, "data", "eval_data", "log_to", "recipe_from")

@@ -129,6 +129,7 @@ class Trainer:
             not finite; `None` for never.
         seed: the seed of the model's `nnx.Rngs` and of rounding.
         grace: the seconds from a signal until the process is ended by force; `None` for no limit.
+        recorder: whether `gtp_jax.recorder` says who holds up a step that hangs.
 
     Raises:
         ValueError: if a number or a name is not allowed, or `data` or `eval_data` has no batches.
@@ -170,11 +171,13 @@ class Trainer:
         spike: float | None = None,
         seed: int = 0,
         grace: float | None = None,
+        recorder: bool = True,
     ) -> None:
         options: Any = dict(microbatches=microbatches, max_grad_norm=max_grad_norm, recipe=recipe, view=view)
         train_step(loss, optimizer, **options)  # refuses what it cannot use
         limits: Any = dict(steps=steps, microbatches=microbatches, max_grad_norm=max_grad_norm, seed=seed)
         limits |= dict(out=os.fspath(out), log_to=(log_to,) if isinstance(log_to, str) else log_to, grace=grace)
+        limits |= dict(recorder=recorder)
         limits |= dict(eval_every=eval_every, eval_batches=eval_batches, save_every=save_every, keep=keep)
         limits |= dict(offload=offload, keep_best=keep_best, nonfinite=nonfinite, spike=spike)
         limits |= dict(nonfinite_in_a_row=nonfinite_in_a_row, max_rollbacks=max_rollbacks)

@@ -33,6 +33,7 @@ class TrainerOptions:
     keep: int = knob(3, OUTPUT, "number of latest checkpoints to keep")
     keep_best: int = knob(1, OUTPUT, "number of best checkpoints to keep", least=0)
     log_to: tuple[str, ...] = knob((), OUTPUT, "trackers", kind=str, choices=TRACKERS, nargs="*")
+    recorder: bool = knob(True, OUTPUT, "whether to say who holds up a step that hangs", kind=bool)
     grace: float | None = knob(None, OUTPUT, "seconds from a signal to the end", kind=float, above=0)
 
     def __post_init__(self) -> None:
