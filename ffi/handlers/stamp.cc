@@ -20,7 +20,9 @@ ffi::Error check_stamp(const ffi::AnyBuffer& id, const ffi::AnyBuffer& result) {
 }
 
 // id: int32 (1,). result: the same. Adds the id to the stamps of the device if there is a record.
-ffi::Error stamp_cpu(ffi::ThreadPool, int32_t device, ffi::AnyBuffer id, ffi::Result<ffi::AnyBuffer> result) {
+// On CPUs, an operation waits for its operands only, so arrays that must come before the stamp are operands too.
+ffi::Error stamp_cpu(ffi::ThreadPool, int32_t device, ffi::AnyBuffer id, ffi::RemainingArgs,
+                     ffi::Result<ffi::AnyBuffer> result) {
   static std::atomic<uint64_t> executed[kRecordDevices];
   GTP_CHECK(check_stamp(id, *result));
   const int32_t own = *static_cast<const int32_t*>(id.untyped_data());
@@ -49,6 +51,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(gtp_stamp_cpu, stamp_cpu,
                                   .Ctx<ffi::ThreadPool>()
                                   .Ctx<ffi::DeviceOrdinal>()
                                   .Arg<ffi::AnyBuffer>()
+                                  .RemainingArgs()
                                   .Ret<ffi::AnyBuffer>());
 #ifdef GTP_WITH_CUDA
 GTP_DEFINE_CUDA_HANDLER(stamp, stamp_cuda, .Ctx<ffi::DeviceOrdinal>().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>());

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_batching import custom_vmap
 
 from ..collectives import tied
 from ..flight_recorder import PLACES, Place, stamp
@@ -116,8 +117,19 @@ def _layer(event: Any) -> tuple[int, int] | None:
 
 @jax.custom_jvp
 def _tied_to_stamp(arrays: list[Any], id: jax.Array) -> list[Any]:
+    return _outside_vmap(arrays, id)
+
+
+@custom_vmap
+def _outside_vmap(arrays: list[Any], id: jax.Array) -> list[Any]:
     arrays, id = lax.optimization_barrier((arrays, id))
-    return tied(arrays, stamp(id))
+    return tied(arrays, stamp(id, arrays))
+
+
+@_outside_vmap.def_vmap
+def _inside_vmap(size: int, batched: Any, arrays: list[Any], id: jax.Array) -> tuple[list[Any], list[bool]]:
+    del size, id  # nothing is stamped
+    return arrays, batched[0]
 
 
 @_tied_to_stamp.defjvp

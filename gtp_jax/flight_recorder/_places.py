@@ -6,14 +6,18 @@ Stamps are in a program only if a recorder was started before the program was tr
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import native
-from ..mesh import current_view
+from ..mesh import current_view, platform
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,16 +65,43 @@ class Places:
 PLACES = Places()
 
 
-def stamp(id: jax.Array) -> jax.Array:
+def stamp(id: jax.Array, after: Sequence[jax.Array]) -> jax.Array:
     """Stamps a place on every device of the program.
 
+    A GPU executes the operations of a program in one order, in which the stamp comes after what is tied to its id. On
+    CPUs, it must be computed from the arrays.
+
     Args:
-        id: the id of the place, int32 `(1,)`. Whatever must come before the stamp must be tied to it.
+        id: the id of the place, int32 `(1,)`.
+        after: the arrays that come before the stamp, which are tied to the id.
 
     Returns:
         The id. Whatever must come after the stamp must be tied to it.
     """
+    own = after if platform() == "cpu" else ()
     if current_view() != "global":
-        return native.stamp(id)
+        return native.stamp(id, *own)
+    if own:
+        return _in_global_view(tuple(x.ndim for x in own))(id, *own)
     whole = PartitionSpec()
     return jax.shard_map(native.stamp, in_specs=whole, out_specs=whole, check_vma=False)(id)
+
+
+@functools.cache
+def _in_global_view(ndims: tuple[int, ...]) -> Callable[..., jax.Array]:
+    """Returns a stamp that takes arrays of these numbers of dimensions as they are sharded."""
+    call = custom_partitioning(lambda id, *after: id)
+
+    def partition(mesh: Any, shapes: Any, result: Any) -> Any:
+        del result
+        whole = NamedSharding(mesh, PartitionSpec(None))
+        return mesh, native.stamp, whole, (whole, *(shape.sharding for shape in shapes[1:]))
+
+    dims = itertools.count()
+    operands = [" ".join(f"d{next(dims)}" for _ in range(ndim)) for ndim in ndims]
+    call.def_partition(
+        partition=partition,
+        infer_sharding_from_operands=lambda mesh, shapes, result: NamedSharding(mesh, PartitionSpec(None)),
+        sharding_rule=f"i, {', '.join(operands)} -> i",
+    )
+    return call

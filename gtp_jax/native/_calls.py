@@ -115,11 +115,14 @@ def unpack(
     return tuple(call("gtp_unpack", results, [buffer, amax], "sequential", **attributes))
 
 
-def stamp(id: jax.Array) -> jax.Array:
-    """Returns `id`, int32 `(1,)`, and adds it to the stamps of the device; see `ffi/include/gtp/record.h`."""
+def stamp(id: jax.Array, *after: jax.Array) -> jax.Array:
+    """Returns `id`, int32 `(1,)`, and adds it to the stamps of the device; see `ffi/include/gtp/record.h`.
+
+    On CPUs, waits for the other arguments.
+    """
     result = jax.ShapeDtypeStruct((1,), jnp.int32)
     with set_xla_metadata(latency_metadata=str(LAUNCH_NS)):  # with its effect, XLA keeps what nothing reads
-        return jax.ffi.ffi_call("gtp_stamp", result, has_side_effect=True)(id)
+        return jax.ffi.ffi_call("gtp_stamp", result, has_side_effect=True)(id, *after)
 
 
 def _copy(

@@ -118,6 +118,10 @@ class Hosts:
             os.killpg(self.runs[host].pid, signal.SIGKILL)
         self.runs[host].wait()
 
+    def signal(self, host: int, number: signal.Signals) -> None:
+        """Sends a signal to every process of a host."""
+        os.killpg(self.runs[host].pid, number)
+
     def within(self, host: int, *command: str) -> None:
         """Runs a command among the mounts of a host's process."""
         subprocess.run(["nsenter", "-t", str(self.runs[host].pid), "-m", *command], check=True)

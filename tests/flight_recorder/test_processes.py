@@ -1,0 +1,109 @@
+"""A process that is stopped in the middle of a step, or slow before one, is named, with the layer in which the others
+wait. The run goes on with it."""
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import gtp_jax
+
+from ..hosts.hosts import hosts
+
+pytestmark = pytest.mark.slow
+
+PROGRAM = Path(__file__).with_name("program.py")
+LAYER = r"(in|after) (forward|backward) of layers\.[012]"
+
+
+def step_of(folder, process):
+    words = (folder / f"step{process}").read_text().split() if (folder / f"step{process}").exists() else []
+    return int(words[0]) if words else 0
+
+
+def wait(condition, seconds, said):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, said()[-3000:]
+        time.sleep(0.02)
+
+
+def go_on(folder, processes, said):
+    before = [step_of(folder, i) for i in range(processes)]
+    wait(lambda: all(step_of(folder, i) > before[i] + 20 for i in range(processes)), 120, said)
+
+
+def sentence_after(stop, said, seconds=60):
+    """What a process says after `stop()`."""
+    known = len(said())
+    stop()
+    wait(lambda: "gtp recorder: step" in said()[known:], seconds, said)
+    return re.search(r"gtp recorder: (.*)", said()[known:])[1]
+
+
+def end(folder, processes):
+    # a number that none has reached, so that all end after the same step
+    (folder / "end").write_text(str(max(step_of(folder, i) for i in range(processes)) + 500))
+
+
+def test_a_stopped_and_a_slow_process_are_named_and_the_run_goes_on(tmp_path):
+    with socket.socket() as own:
+        own.bind(("localhost", 0))
+        port = own.getsockname()[1]
+    outputs = [tmp_path / f"out{i}.txt" for i in range(2)]
+    runs = [
+        subprocess.Popen(
+            [sys.executable, str(PROGRAM), str(i), "2", f"localhost:{port}", "folder", str(tmp_path)],
+            stdout=outputs[i].open("w"),
+            stderr=subprocess.STDOUT,
+            cwd=Path(gtp_jax.__file__).parents[1],
+        )
+        for i in range(2)
+    ]
+    try:
+        said = [lambda path=path: path.read_text() for path in outputs]
+        go_on(tmp_path, 2, said[0])
+        slow = sentence_after((tmp_path / "sleep1").touch, said[0])
+        assert (
+            "process 1 on" in slow
+            and "has not begun step" in slow
+            and "its Python code is in load (program.py:" in slow
+        )
+        assert "process 0 on" in slow and "waits for it at the beginning of a step" in slow, slow
+        (tmp_path / "sleep1").unlink()
+        go_on(tmp_path, 2, said[0])
+        for victim in (1, 0):  # in a folder, processes compare without process 0 too
+            stopped = sentence_after(lambda run=runs[victim]: run.send_signal(signal.SIGSTOP), said[1 - victim])
+            assert f"process {victim} on" in stopped and "has given no sign of life for" in stopped, stopped
+            assert re.search(
+                rf"process {1 - victim} on \S+ waits for it ({LAYER}|at the beginning|in the up)", stopped
+            ), stopped
+            runs[victim].send_signal(signal.SIGCONT)
+            go_on(tmp_path, 2, said[0])
+        record = (tmp_path / "records" / "record-0.txt").read_text()
+        assert "last stamps:" in record and "after backward of layers.0" in record and "program.py" in record
+        end(tmp_path, 2)
+        assert [run.wait(60) for run in runs] == [0, 0]
+    finally:
+        for run in runs:
+            run.kill()
+
+
+def test_a_stopped_host_is_named_over_the_coordinator(tmp_path):
+    with hosts(4, tmp_path) as on:
+        words = [str(PROGRAM), "{}", "4", f"{on.names[0]}:29400", "coordinator", str(tmp_path)]
+        on.runs = [on.start(i, [word.format(i) for word in words], {}) for i in range(4)]
+        go_on(tmp_path, 4, lambda: on.said(0))
+        stopped = sentence_after(lambda: on.signal(2, signal.SIGSTOP), lambda: on.said(0))
+        assert f"process 2 on {on.names[2]} has given no sign of life" in stopped, stopped
+        assert "wait" in stopped.partition(";")[2] and re.search(r"process(es)? [013]", stopped), stopped
+        assert not any("gtp recorder:" in on.said(i) for i in (1, 3))
+        on.signal(2, signal.SIGCONT)
+        go_on(tmp_path, 4, lambda: on.said(0))
+        end(tmp_path, 4)
+        assert on.wait(60) == [0] * 4
