@@ -80,7 +80,7 @@ def _culprits(reports: Sequence[Report], silent: Mapping[int, float], step: int)
     """Returns the processes that hold up the others, and a clause about each group of them."""
     if found := [report for report in reports if report.process in silent]:
         each = [
-            f"{_named([r])} has given no sign of life for {silent[r.process]:.0f} s and stands {_standing(r)}"
+            f"{_named([r])} has given no sign of life for {silent[r.process]:.0f} s and is {_standing(r)}"
             for r in found
         ]
         return found, each

@@ -39,7 +39,7 @@ def go_on(folder, processes, said):
 
 
 def sentence_after(stop, said, seconds=60):
-    """What a process says after `stop()`."""
+    """Returns what a process says after `stop()`."""
     known = len(said())
     stop()
     wait(lambda: "gtp recorder: step" in said()[known:], seconds, said)

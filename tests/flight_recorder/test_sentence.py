@@ -23,7 +23,7 @@ def report(process, place=HERE, number=100, **changes):
             [report(0), report(1), report(2, "in backward of layers.17", 99, host="b", over=False)],
             {2: 6.2},
             [],
-            "step 5 hangs: process 2 on b has given no sign of life for 6 s and stands in backward of layers.17; "
+            "step 5 hangs: process 2 on b has given no sign of life for 6 s and is in backward of layers.17; "
             f"processes 0 and 1 on a wait for it {HERE}",
         ),
         (
@@ -62,7 +62,7 @@ def report(process, place=HERE, number=100, **changes):
             [report(0, ""), report(1, "")],
             {1: 9},
             [],
-            "step 5 hangs: process 1 on a has given no sign of life for 9 s and stands in its Python code, "
+            "step 5 hangs: process 1 on a has given no sign of life for 9 s and is in its Python code, "
             "load (data.py:3); process 0 on a waits for it in its Python code, load (data.py:3)",
         ),
     ],

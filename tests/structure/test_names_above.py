@@ -29,6 +29,7 @@ NAMES = {
         "use_recipe",
         "explain",
         "distributed",
+        "recorder",
         "Trainer",
     ),
 }

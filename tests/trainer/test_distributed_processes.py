@@ -49,6 +49,9 @@ def test_a_dead_or_hanging_process_ends_the_other_with_the_last_checkpoint(victi
     assert f"gtp-jax: process {1 - victim} cannot go on: " in output, output[-3000:]
     assert f"The last checkpoint is of step {latest}" in output
     assert f"gtp-jax train --resume --out {out}" in output
+    if number == signal.SIGSTOP:
+        assert "; this process is " in output and " of LlamaBlock[" in output, output[-3000:]
+        assert f"hangs: process {victim} on " in output
 
 
 @pytest.mark.slow
