@@ -4,7 +4,7 @@ where this one is.
 [Note: recorder]
 Each device writes a stamp to the host's memory where a layer begins and where it has been computed (`_places.py`). The
 program is the same on all devices, so the number of stamps says which device is behind, and the id of the last one
-where. Every two seconds, a process writes a report for the others (`_report.py`), to the coordinator or to a folder
+where. Every second, a process writes a report for the others (`_report.py`), to the coordinator or to a folder
 (`_meeting.py`). If a step takes too long, the process asks all others for their records. The first of the processes
 that wait compares the reports; a process whose reports end is stopped or gone. Its last stamps can still be read on the
 same host.
@@ -38,8 +38,8 @@ Meet = Literal["coordinator", "folder"]
 
 _TICK_S = 0.1
 _LATE_S = 4.0  # if a tick is this late, the process was suspended
-_BEAT_S = 2.0
-_SILENT_BEATS = 3  # a process whose report does not change for this many beats is silent
+_BEAT_S = 1.0
+_SILENT_BEATS = 4  # a process whose report does not change for this many beats is silent
 _FIRST = 6.0  # how many times `at_least` the steps may take until one has ended: they set up communication
 _COMPARING = 4  # the number of processes, from the first, that compare reports
 

@@ -36,8 +36,8 @@ def test_two_processes_equal_one_but_for_the_order_of_sums(text, tmp_path):
 @pytest.mark.parametrize(("victim", "number"), [(0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGSTOP)])
 def test_a_dead_or_hanging_process_ends_the_other_with_the_last_checkpoint(victim, number, text, tmp_path):
     out = tmp_path / "run"
-    with processes(2, small(text, out, **MESH, steps=100_000, eval_every=100_000), tmp_path) as runs:
-        wait_until(lambda: logged(out, 4), runs[victim])
+    with processes(2, small(text, out, **MESH, steps=100_000, eval_every=100_000, save_every=10), tmp_path) as runs:
+        wait_until(lambda: logged(out, 12), runs[victim])
         runs[victim].send_signal(number)
         began = time.monotonic()
         assert runs[1 - victim].wait(180) not in (0, None)
@@ -50,7 +50,7 @@ def test_a_dead_or_hanging_process_ends_the_other_with_the_last_checkpoint(victi
     assert f"The last checkpoint is of step {latest}" in output
     assert f"gtp-jax train --resume --out {out}" in output
     if number == signal.SIGSTOP:
-        assert "; this process is " in output and " of LlamaBlock[" in output, output[-3000:]
+        assert "; this process is " in output, output[-3000:]
         assert f"hangs: process {victim} on " in output
 
 
