@@ -9,10 +9,10 @@ import mmap
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
-from jax import Device
 
 from .. import native
 from ..mesh import platform
@@ -35,7 +35,7 @@ class Stamps:
             self.memory = mmap.mmap(file.fileno(), size)
         self._words = np.frombuffer(self.memory, np.uint64).reshape(devices, kept)
 
-    def of(self, device: Device) -> list[tuple[int, int]]:
+    def of(self, device: Any) -> list[tuple[int, int]]:
         """Returns the last stamps of a local device in order: for each, its number and its id."""
         gpu = device.platform == "gpu"
         return self._row((device.local_hardware_id if gpu else device.id) % len(self._words))

@@ -69,6 +69,8 @@ LAYERS = np.ones((2, 1), np.float32), np.stack([X, X])
 CASES = {  # what the message must name: the call
     "float32 bfloat16 float16": quantize(x=X.astype(np.int32)),
     "x (64)": quantize(x=X[0]),
+    "id one int32": ("gtp_stamp", shape(1, dtype=np.int32), [array(2, dtype=np.int32)], {}),
+    "result one int32": ("gtp_stamp", shape(1, dtype=np.uint32), [array(1, dtype=np.int32)], {}),
     "row codes (32, 31) (32, 32)": quantize([shape(32, 31), *GOOD[1:]]),
     "row scales (32, 4) (2, 4)": quantize([GOOD[0], shape(32, 4), NO, NO]),
     "codes uint8": quantize([shape(32, 32, dtype=np.int8), *GOOD[1:]]),
