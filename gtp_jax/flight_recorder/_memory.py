@@ -61,6 +61,9 @@ def own_stamps() -> tuple[Path, Stamps] | None:
     if not native.has("gtp_stamp", "CUDA" if gpu else "cpu"):
         return None
     devices, kept, _ = native.record_sizes()
+    for left in _FOLDER.glob("gtp-recorder-*"):  # by processes that were killed
+        if not Path("/proc", left.name.split("-")[2]).exists():
+            _remove(left)
     handle, name = tempfile.mkstemp(prefix=f"gtp-recorder-{os.getpid()}-", dir=_FOLDER if _FOLDER.is_dir() else None)
     os.ftruncate(handle, devices * kept * 8)
     os.close(handle)
