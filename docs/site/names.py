@@ -11,6 +11,7 @@ NAMES = {
     "checkpoint": ("Checkpoints", "DamagedCheckpoint"),
     "collectives": ("all_gather", "reduce_scatter"),
     "convert": ("import_llama", "export_llama", "merge_adapters", "export_peft"),
+    "flight_recorder": ("recorder", "Recorder"),
     "formats": ("QuantizedArray", "PackPlan", "Format"),
     "generation": ("generate", "generate_stream", "Generated"),
     "hook": ("shard", "without_hook", "largest_unit"),
@@ -30,7 +31,7 @@ NAMES = {
         "positions_of",
     ),
     "optimizers": ("muon", "low_precision", "stochastic_rounding"),
-    "recipes": ("FP8", "FP8Delayed", "FP8Blocks", "MXFP8", "NVFP4", "BF16", "Recipe", "use_recipe"),
+    "recipes": ("FP8", "FP8Delayed", "FP8Blocks", "MXFP8", "NVFP4", "BF16", "Recipe", "Phases", "use_recipe"),
     "runner.launch": ("distributed",),
     "runner.trainer": ("Trainer", "Report"),
     "train": (
