@@ -69,7 +69,12 @@ def own_stamps() -> tuple[Path, Stamps] | None:
     os.close(handle)
     atexit.register(_remove, Path(name))
     stamps = Stamps(Path(name))
-    native.record_to(stamps.memory, jax.local_devices()[0].local_hardware_id if gpu else -1)
+    try:
+        native.record_to(stamps.memory, jax.local_devices()[0].local_hardware_id if gpu else -1)
+    except ImportError as error:  # with stamps in some processes only, their programs would differ
+        raise ImportError(
+            f"{error} Run without `gtp_jax.recorder`: `gtp-jax train --no-recorder`, `gtp_jax.Trainer(recorder=False)`."
+        ) from error
     return Path(name), stamps
 
 

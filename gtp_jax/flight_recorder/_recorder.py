@@ -167,7 +167,7 @@ class Recorder:
 
     def _report(self) -> None:
         assert self._meeting is not None
-        question = self._meeting.get("question")
+        question, fails = self._meeting.get("question"), False
         while not self._stop.wait(_BEAT_S):
             try:
                 self._beats += 1
@@ -178,11 +178,13 @@ class Recorder:
                     self._write()
                 if self._over and self._reported != self._over:
                     self._compare(self._meeting)
-                self._answered = time.monotonic()
+                self._answered, fails = time.monotonic(), False
             except Exception:  # a process that has ended takes the coordinator with it, or a disk is full
                 if self._stop.is_set():
                     return
-                traceback.print_exc()
+                if not fails:  # once, not every second
+                    traceback.print_exc()
+                fails = True
 
     def _compare(self, meeting: Meeting) -> None:
         """Reads the reports of all processes twice, and prints the sentence if this is the first process that waits."""
