@@ -72,6 +72,24 @@ def test_a_run_leaves_a_log_a_picture_a_report_and_the_trained_model(never_stopp
     assert of_table(nnx.view(trained, deterministic=True))["table"] == pytest.approx(evaluated[-1]["table"])
 
 
+def test_a_mistake_in_a_loss_is_raised_and_printed_once(tmp_path, capfd):
+    def mistaken(model: Net, batch: Any) -> Any:
+        rows: int = batch["tokens"].shape[0]
+        return loss(model, batch)[0] * (1 / (rows - 8))
+
+    with pytest.raises(ZeroDivisionError):
+        gtp.Trainer(
+            Net,
+            mistaken,
+            optax.sgd(0.1),
+            batches,
+            out=tmp_path / "run",
+            steps=1,
+            mesh=gtp.make_mesh(gtp=2, devices=jax.devices()[:2]),
+        ).run()
+    assert capfd.readouterr().err.count("\nZeroDivisionError") == 1
+
+
 @pytest.mark.parametrize(
     ("data", "offloads"),
     [

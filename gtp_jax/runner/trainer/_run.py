@@ -142,11 +142,12 @@ def _failures(watch: Recorder, alone: bool) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        reason = _reason(error)
         if not alone:
-            watch.give_up(error, _reason(error))
-        watch.end("failed", _reason(error))
+            watch.give_up(error, reason)
+        watch.end("failed", reason)
         if out_of_memory(error):
-            raise ValueError(_reason(error)) from error
+            raise ValueError(reason) from error
         raise
 
 
@@ -164,9 +165,11 @@ def _train(
     say = print if speaks else lambda *_, **__: None
     say(task.heading(), flush=True)
     opened = Checkpoints(directory.checkpoints, keep=limits.keep, keep_best=limits.keep_best, guard=guard)
-    records = limits.recorder and active() is None
-    recorded = HangRecorder(directory.root / "recorder") if records else contextlib.nullcontext()
-    with opened as checkpoints, _failures(watch, alone), recorded:
+    recorded = limits.recorder and active() is None
+    recorder = HangRecorder(directory.root / "recorder") if recorded else contextlib.nullcontext()
+    # With other processes, one that fails ends before it closes its checkpoints, which would wait for them.
+    failures = contextlib.nullcontext() if alone else _failures(watch, alone)
+    with opened as checkpoints, failures, recorder:
         first = "resume" if begin.resume else "start"
         watch.write(first, **attempt(task.program), settings=task.settings, seeds=task.seeds, changes=changes)
         job, state, set_aside = task.prepare(checkpoints, watch, begin)
