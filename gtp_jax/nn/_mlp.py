@@ -71,8 +71,15 @@ class MLP(Layer):
     def _as_one(self) -> bool:
         """Whether both matmuls, with SwiGLU between them, run as one operation in FP8."""
         up, down = self.up, self.down
-        swiglu = self.gated and self.activation is jax.nn.silu and up.dtype == down.dtype != np.float64
-        return swiglu and up.plain_fp8 and down.plain_fp8 and up.operands == down.operands
+        ours = type(up) is LayerNormDense and type(down) is Dense and type(self)._activated is MLP._activated
+        swiglu = ours and self.activation is jax.nn.silu and up.names == ("gate", "up")
+        return (
+            swiglu
+            and up.dtype == down.dtype != np.float64
+            and up.plain_fp8
+            and down.plain_fp8
+            and up.operands == down.operands
+        )
 
     def _in_fp8(self, x: jax.Array) -> jax.Array:
         operands, parts = self.up.operands, fused_parts(self.up.layouts)

@@ -29,8 +29,8 @@ def save_for_backward(x: Any) -> Any:
 
 def named_values_saved(saved: bool) -> contextlib.AbstractContextManager[None]:
     """Puts in scope whether the remat policy in force saves on the device what `save_for_backward` names. Without a
-    policy, it is saved."""
-    return _saved(saved)
+    policy, it is saved. Within another policy, it is saved if both save it."""
+    return _saved(saved and _saved.value)
 
 
 def saves_codes(keep_codes: bool | None) -> bool:

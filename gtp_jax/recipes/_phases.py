@@ -8,7 +8,11 @@ import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
+
 from ._recipe import Recipe
+
+_MOST_STEPS = 2**31 - 1  # of the int32 in a state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,11 +39,12 @@ class Phases:
     def __post_init__(self) -> None:
         pairs = _checked(self.recipes)
         starts = [start for start, _ in pairs]
-        if starts[:1] != [0] or any(after <= before for before, after in itertools.pairwise(starts)):
+        ascending = all(before < after <= _MOST_STEPS for before, after in itertools.pairwise(starts))
+        if starts[:1] != [0] or not ascending:
             raise ValueError(
                 f"the phases of `recipes` begin at the steps {', '.join(map(str, starts)) or '(none)'}; the first must "
-                "begin at step 0, and every other one after the one before it. `gtp_jax.recipes.BF16()` quantizes "
-                "nothing."
+                f"begin at step 0, and every other one after the one before it, up to {_MOST_STEPS:,}. "
+                "`gtp_jax.recipes.BF16()` quantizes nothing."
             )
         if delayed := next((type(recipe).__name__ for _, recipe in pairs if recipe.delays), None):
             raise ValueError(
@@ -56,7 +61,7 @@ class Phases:
 
     def number(self, step: int) -> int:
         """Returns the number of the phase of a step, from 0 on."""
-        return bisect.bisect_right(self.starts, step) - 1
+        return max(bisect.bisect_right(self.starts, step) - 1, 0)
 
     def at(self, step: int) -> Recipe:
         """Returns the recipe of a step."""
@@ -68,12 +73,13 @@ def _checked(recipes: Any) -> tuple[tuple[int, Recipe], ...]:
         pairs: Any = tuple((start, recipe) for start, recipe in _pairs(recipes))
     except (TypeError, ValueError):
         pairs = ((None, None),)
-    if not all(type(start) is int and isinstance(recipe, Recipe) for start, recipe in pairs):
+    number = lambda start: isinstance(start, int | np.integer) and not isinstance(start, bool)  # noqa: E731
+    if not all(number(start) and isinstance(recipe, Recipe) for start, recipe in pairs):
         raise TypeError(
             f"`recipes` is {recipes!r}; it must map the first step of each phase to a recipe, such as "
             "{0: gtp_jax.NVFP4(), 9000: gtp_jax.recipes.BF16()}."
         )
-    return pairs
+    return tuple((int(start), recipe) for start, recipe in pairs)
 
 
 def _pairs(recipes: Mapping[int, Recipe] | tuple[tuple[int, Recipe], ...]) -> Iterable[tuple[int, Recipe]]:

@@ -31,11 +31,12 @@ class Phased:
     Args:
         phases: the phases.
         by_phase: the functions of the phases, in order; see `Jitted`.
+        numbers: the known numbers of steps, if other functions of the same states share them.
     """
 
-    def __init__(self, phases: Phases, by_phase: Iterable[Any]) -> None:
+    def __init__(self, phases: Phases, by_phase: Iterable[Any], numbers: Numbers | None = None) -> None:
         self.phases, self.by_phase = phases, tuple(by_phase)
-        self._known: tuple[weakref.ref[Any], int, int] | None = None  # a state's step, and its bounds
+        self.numbers = Numbers(phases) if numbers is None else numbers
         self._checked = False
 
     def __call__(self, state: TrainState, *args: Any, **kwargs: Any) -> Any:
@@ -48,7 +49,8 @@ class Phased:
                 args,
             )
         check_state(state)
-        step, low, high = self._bounds(state)
+        step = state.step  # the state may be donated
+        low, high = self.numbers.bounds(step)
         run = self.by_phase[self.phases.number(low)]
         if not self._checked:
             # A phase that cannot be traced is refused now, and not when it begins.
@@ -59,26 +61,8 @@ class Phased:
         self._checked = True
         after = result[0] if isinstance(result, tuple) else None
         if isinstance(after, TrainState):
-            self._known = weakref.ref(after.step), low, high + 1
-        else:
-            self._known = weakref.ref(step), low, high
+            self.numbers.remember(after.step, low, high + 1)
         return result
-
-    def number(self, state: TrainState) -> int:
-        """Returns the number of the phase of a state. Waits for the step before if it must."""
-        step, low, high = self._bounds(state)
-        self._known = weakref.ref(step), low, high
-        return self.phases.number(low)
-
-    def _bounds(self, state: TrainState) -> tuple[Any, int, int]:
-        """Returns the step of a state, with bounds that are in one phase."""
-        step = state.step
-        if self._known is not None and self._known[0]() is step:
-            _, low, high = self._known
-            if self.phases.number(low) == self.phases.number(high):
-                return step, low, high
-        own = _value(step)
-        return step, own, own
 
     def lower(self, state: TrainState, *args: Any, **kwargs: Any) -> Any:
         """Returns what `jax.jit(...).lower` returns, for the phase of the state; for the first if the state has no
@@ -94,7 +78,35 @@ class Phased:
         return self._of(state).eval_shape(state, *args, **kwargs)
 
     def _of(self, state: TrainState) -> Any:
-        return self.by_phase[self.number(state) if isinstance(state, TrainState) else 0]
+        check_state(state)
+        return self.by_phase[self.phases.number(self.numbers.bounds(state.step)[0])]
+
+
+class Numbers:
+    """What the host knows of the numbers of steps that are on the device.
+
+    Args:
+        phases: the phases.
+    """
+
+    def __init__(self, phases: Phases) -> None:
+        self._phases = phases
+        self._known: dict[int, tuple[weakref.ref[jax.Array], int, int]] = {}  # arrays have no hash
+
+    def bounds(self, step: Any) -> tuple[int, int]:
+        """Returns two numbers between which the number of a step is, both in one phase. Waits for the step before if it
+        must."""
+        known, low, high = self._known.get(id(step), (lambda: None, 0, 0))
+        if known() is not step or self._phases.number(low) != self._phases.number(high):
+            low = high = _value(step)
+            self.remember(step, low, high)
+        return low, high
+
+    def remember(self, step: Any, low: int, high: int) -> None:
+        """Remembers the bounds of an array for as long as it exists."""
+        if isinstance(step, jax.Array):
+            key = id(step)
+            self._known[key] = weakref.ref(step, lambda _: self._known.pop(key, None)), low, high
 
 
 def _value(step: Any) -> int:

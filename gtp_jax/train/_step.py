@@ -122,6 +122,7 @@ def train_step(
             when the step is called; the one in scope when the step is made does not matter. One step may be called
             under several recipes; it is compiled for each with that recipe's XLA options. `gtp_jax.recipes.Phases`
             changes the recipe at given steps; each phase is traced before the first step, and compiled when it begins.
+            `lower` then lowers the phase of its state.
         pregathered_layers: the number of layers of each stack that are gathered in advance, or `"all"`. Their codes
             (quantized weights) are gathered once per step, before the microbatches, and reused in all passes. The other
             layers are gathered in each pass. The count starts at the first layer that is sent as codes, after the

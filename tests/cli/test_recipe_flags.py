@@ -71,7 +71,7 @@ OF_PHASES = {
     "--recipe-from 4=bf16 2=fp8": "`recipe_from` 4, 2 after `recipe`",
     "--recipe-from 0=bf16": "`recipe_from` 0 after `recipe`",
     "--recipe-from 8=bf16": "`recipe_from` '8=bf16' `steps` 8 earlier",
-    "--recipe-from 2=fp8-delayed": "FP8Delayed amaxes",
+    "--recipe-from 2=fp8-delayed": "`recipe_from` FP8Delayed amaxes",
     "--recipe nvfp4 --recipe-from 2=fp8 --override mlp.dwn=fp8": "'mlp.dwn'",
     "--recipe-from 2=bf16 --dp=2 --gtp=2 --tp=2 --failed-devices=7": "`recipe_from` replicas --recipe-from failures",
 }

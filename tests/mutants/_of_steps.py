@@ -6,6 +6,15 @@ from .mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "the host takes each step for the one before it, and no phase ends",
+        "self.numbers.remember(after.step, low, high + 1)",
+        "self.numbers.remember(after.step, low, high)",
+        (
+            "tests/recipes/test_phases.py::"
+            "test_each_step_is_that_of_its_recipe_and_the_host_reads_its_number_at_boundaries_only[False]",
+        ),
+    ),
+    Mutant(
         "a small mean of squares in FP8 becomes zero",
         "code = jnp.where(size > 0, jnp.maximum(code, 1), code)",
         "code = jnp.where(size > 0, code, 0)",

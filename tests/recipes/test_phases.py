@@ -79,7 +79,15 @@ def test_each_step_is_that_of_its_recipe_and_the_host_reads_its_number_at_bounda
         # a state of another step, such as one that was restored
         again = [dataclasses.replace(fresh(), step=jnp.full_like(found.step, 3)) for _ in range(2)]
         assert step(again[0], BATCH)[1]["loss"] == alone[2](again[1], BATCH)[1]["loss"]
-        assert gtp.eval_step(loss, recipe=PHASES)(found, BATCH)["loss"] == gtp.eval_step(loss)(found, BATCH)["loss"]
+        evaluate, last = gtp.eval_step(loss, recipe=PHASES), gtp.eval_step(loss)(found, BATCH)["loss"]
+        assert evaluate(found, BATCH)["loss"] == last == evaluate(dataclasses.replace(found, step=7), BATCH)["loss"]
+        # two states in turn
+        states, reads[:] = [fresh(), fresh()], []
+        for number in range(10):
+            states[number % 2] = step(states[number % 2], BATCH)[0]
+        assert_same_bits(states[0], states[1])
+        assert_same_bits(states[0], wanted)
+        assert len(reads) == 6
 
 
 @pytest.mark.full
@@ -113,6 +121,7 @@ BAD = {
     "delayed": ({0: BF16(), 2: FP8Delayed()}, "`recipes` FP8Delayed amaxes `gtp_jax.FP8(matmuls=True)`"),
     "no recipe": ({0: None}, "`recipes` {0: None} first step"),
     "no step": ({True: BF16()}, "`recipes` first step"),
+    "too late": ({0: BF16(), 2**31: BF16()}, "`recipes` 2147483648 2,147,483,647"),
     "no mapping": (3, "`recipes` 3 first step"),
 }
 

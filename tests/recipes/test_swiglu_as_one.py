@@ -111,6 +111,49 @@ def test_other_layers_run_one_after_another(case, calls):
     assert not calls.count
 
 
+class _Scaled(gtp.Dense):
+    def from_parts(self, parts):
+        return super().from_parts(tuple(part * 2 for part in parts))
+
+
+class _Squared(gtp.MLP):
+    def _activated(self, hidden):
+        return super()._activated(hidden) ** 2
+
+
+def _with_up(*names):
+    def make(rngs):
+        mlp = gtp.MLP(**SIZES, rngs=rngs)
+        mlp.up = gtp.nn.LayerNormDense(SIZES["features"], dict.fromkeys(names, SIZES["hidden"]), norm="rms", rngs=rngs)
+        return mlp
+
+    return make
+
+
+def _with_scaled(rngs):
+    mlp = gtp.MLP(**SIZES, rngs=rngs)
+    mlp.down = _Scaled(SIZES["hidden"], SIZES["features"], parallel="row", rngs=rngs)
+    return mlp
+
+
+# MLPs of which a part is another: what it computes is not for us to know.
+REPLACED = {
+    "kernels in another order": _with_up("up", "gate"),
+    "a third kernel": _with_up("gate", "up", "more"),
+    "a subclass of a layer": _with_scaled,
+    "a subclass of the MLP": lambda rngs: _Squared(**SIZES, rngs=rngs),
+}
+
+
+@pytest.mark.parametrize("case", REPLACED)
+def test_replaced_parts_run_as_they_are(case, calls):
+    with jax.set_mesh(gtp.make_mesh(gtp=1, devices=jax.devices()[:1])):
+        model = placed(REPLACED[case])
+        with gtp.use_recipe(FP8):
+            assert jax.eval_shape(model, jnp.ones((2, 4, 64))).shape == (2, 4, 64)
+    assert not calls.count
+
+
 def test_an_adapter_s_layers_run_one_after_another(calls):
     with jax.set_mesh(gtp.make_mesh(gtp=1, devices=jax.devices()[:1])):
         make = lambda rngs: gtp.nn.lora(alone(rngs, jax.nn.silu), 4, 8.0, recipe=FP8, rngs=rngs)  # noqa: E731

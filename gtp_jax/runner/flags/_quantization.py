@@ -89,7 +89,11 @@ class Quantization:
                 f"`recipe_from` begins at the steps {', '.join(map(str, starts[1:]))}; each must be after the one "
                 "before it, and the first after step 0, at which `recipe` begins."
             )
-        return Phases(tuple((start, dataclasses.replace(self, recipe=name).to_recipe()) for start, name in begins))
+        recipes = tuple((start, dataclasses.replace(self, recipe=name).to_recipe()) for start, name in begins)
+        try:
+            return Phases(recipes)
+        except ValueError as error:
+            raise ValueError(str(error).replace("`recipes`", "`recipe_from`")) from error
 
     def to_recipe(self) -> Recipe:
         """Returns the recipe that these options name."""

@@ -21,7 +21,7 @@ Program = jax.stages.Compiled | Phased
 def compiled(step: Any, *args: Any) -> Program:
     """Compiles what `train_step` returned, with the programs of all phases, so that none is refused when it begins."""
     if isinstance(step, Phased):
-        return Phased(step.phases, [one.lower(*args).compile() for one in step.by_phase])
+        return Phased(step.phases, [one.lower(*args).compile() for one in step.by_phase], step.numbers)
     return step.lower(*args).compile()
 
 
