@@ -102,11 +102,11 @@ def diagnose(
         TypeError: if `loss` is not callable, or returns anything other than `train_step` allows; if `state` is not a
             `TrainState`; or if `recipe` is not a recipe.
     """
+    request = Request(loss, view, has_aux, 1, recipe_at(recipe, 0), seed=seed).checked()
     check_state(state)
     check_values(state)
-    recipe = recipe_at(recipe, int(state.step)) if isinstance(recipe, Phases) else recipe
-    request = Request(loss, view, has_aux, 1, recipe, seed=seed).checked()
-    request = request._replace(recipe=recipe_of_call(recipe))
+    own = recipe.at(int(state.step)) if isinstance(recipe, Phases) else recipe
+    request = request._replace(recipe=recipe_of_call(own))
     state = dataclasses.replace(state, params=on_device(state.params))
     flags, names = _finite_leaves(state.params)
     if not flags.all():

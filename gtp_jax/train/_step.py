@@ -16,7 +16,7 @@ from .._foreign import brief
 from .._words import ReduceOverDp
 from ..chain import stamped
 from ..mesh import Roles, current_roles, degree, degrees, is_on_host, platform
-from ..recipes import Phases, Recipe, recipe_of_call, recipes_of
+from ..recipes import Phases, Recipe, recipe_at, recipe_of_call, recipes_of
 from ._gradients import Computed, gradients, losses, mean_gradients
 from ._jit import Jitted
 from ._loss import Loss, mean
@@ -171,6 +171,8 @@ def train_step(
             parameter is an integer or boolean array, if `loss` returns anything other than described above, or if the
             optimizer's update requires an argument that a step does not have.
     """
+    first = recipe_at(recipe, 0)
+    request = Request(loss, view, has_aux, microbatches, first, pregathered_layers, seed, reduce_over_dp).checked()
     check_optimizer(optimizer)
     if max_grad_norm is not None and not (_is_number(max_grad_norm) and 0 < max_grad_norm < math.inf):
         raise ValueError(
@@ -189,7 +191,7 @@ def train_step(
             skips.note(result[1]["skipped"], stacklevel=4 if not isinstance(recipe, Phases) else 5)
 
     def of(recipe: Recipe | None) -> Any:
-        request = Request(loss, view, has_aux, microbatches, recipe, pregathered_layers, seed, reduce_over_dp).checked()
+        own_request = request._replace(recipe=recipe)
         if replicas is not None and recipe is not None and recipe.delays:
             raise ValueError(
                 f"`recipe` is a {type(recipe).__name__} with delayed scaling, which a step over `replicas` does not "
@@ -198,7 +200,7 @@ def train_step(
 
         def step(state: TrainState, batch: Tree, skip: jax.Array | None = None) -> tuple[TrainState, dict[str, Any]]:
             check_state(state)
-            chosen = request._replace(recipe=recipe_of_call(recipe))
+            chosen = own_request._replace(recipe=recipe_of_call(recipe))
             batch = stamped(batch, "at the beginning of a step")
             computed = gradients(chosen, state, batch)
             after, metrics = updated(
@@ -213,7 +215,7 @@ def train_step(
             return after, {**_metrics(computed, state, view, has_aux), **metrics}
 
         options = lambda *args: _options(compiler_options, recipe_of_call(recipe), view, *args)  # noqa: E731
-        own = None if replicas is None else replicas.own_step(request, optimizer, **limits, options=options)
+        own = None if replicas is None else replicas.own_step(own_request, optimizer, **limits, options=options)
         if own is not None:
             return own
         of_step: Any = {"check": _check_arguments, "kept": lambda result: result[1], "after": after}
