@@ -10,8 +10,8 @@ _DIVIDED = "tests/parity/test_divided_sequences.py"
 MUTANTS = (
     Mutant(
         "an MLP in FP8 with another activation runs as SwiGLU",
-        "self.gated and self.activation is jax.nn.silu and",
-        "self.gated and",
+        "ours and self.activation is jax.nn.silu and",
+        "ours and",
         ("tests/recipes/test_swiglu_as_one.py::test_other_layers_run_one_after_another",),
     ),
     Mutant(
