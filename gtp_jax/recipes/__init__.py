@@ -1,5 +1,6 @@
 """Recipes: what is quantized, and how. A recipe is small, frozen, and given once for a whole model."""
 
+from ._check import check_recipe as check_recipe
 from ._phases import Phases as Phases
 from ._phases import recipe_at as recipe_at
 from ._phases import recipes_of as recipes_of
@@ -13,7 +14,6 @@ from ._recipe import RECIPES as RECIPES
 from ._recipe import FP8Blocks as FP8Blocks
 from ._recipe import FP8Delayed as FP8Delayed
 from ._recipe import Recipe as Recipe
-from ._recipe import check_recipe as check_recipe
 from ._recipe import matches as matches
 from ._scope import current_recipe as current_recipe
 from ._scope import recipe_of_call as recipe_of_call

@@ -6,7 +6,8 @@ import contextlib
 
 import jax
 
-from ._recipe import Recipe, check_recipe
+from ._check import check_recipe
+from ._recipe import Recipe
 
 _scope = jax.make_user_context(default_value=None)
 
