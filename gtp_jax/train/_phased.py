@@ -25,8 +25,7 @@ from ._state import TrainState, check_state
 class Phased:
     """A function of a state, `(state, ...)`, that is compiled once for the recipe of each phase.
 
-    If an argument is traced, as in an outer `jax.jit`, all phases are parts of one program, which chooses by the
-    state's `step`.
+    If the state is traced, as in an outer `jax.jit`, all phases are parts of one program, which chooses by its `step`.
 
     Args:
         phases: the phases.
@@ -40,7 +39,8 @@ class Phased:
         self._checked = False
 
     def __call__(self, state: TrainState, *args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((state, args, kwargs))):
+        check_state(state)
+        if isinstance(state.step, jax.core.Tracer):
             starts = jnp.asarray(self.phases.starts[1:], jnp.int32)
             return lax.switch(
                 jnp.sum(state.step >= starts),
@@ -48,7 +48,6 @@ class Phased:
                 state,
                 args,
             )
-        check_state(state)
         step = state.step  # the state may be donated
         low, high = self.numbers.bounds(step)
         run = self.by_phase[self.phases.number(low)]
@@ -104,7 +103,7 @@ class Numbers:
 
     def remember(self, step: Any, low: int, high: int) -> None:
         """Remembers the bounds of an array for as long as it exists."""
-        if isinstance(step, jax.Array):
+        if isinstance(step, jax.Array) and not isinstance(step, jax.core.Tracer):
             key = id(step)
             self._known[key] = weakref.ref(step, lambda _: self._known.pop(key, None)), low, high
 
