@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -77,6 +77,14 @@ class Matrices:
     def flat(self, local: jax.Array) -> jax.Array:
         """Returns the parts of matrices in a rank's part of the array, `(count, size)`."""
         return local.transpose(self.order).reshape(self.count, -1)
+
+    def whole(self, function: Callable[[jax.Array], jax.Array], array: jax.Array) -> jax.Array:
+        """Returns the result of a function of matrices, `(count, rows, columns)`, for an array that no axis divides."""
+        if not array.size:
+            return array
+        parts = self.flat(array)
+        rows = math.prod(self.shape[dim] for dim in self.rows)
+        return self.unflat(function(parts.reshape(len(parts), rows, -1)))
 
     def unflat(self, parts: jax.Array) -> jax.Array:
         """Returns a rank's part of the array; the inverse of `flat`."""

@@ -3,6 +3,7 @@
 import functools
 import inspect
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -113,7 +114,8 @@ MESHES = {  # degrees, roles, and the axis whose ranks have copies of some matri
 def test_on_one_device_it_is_that_of_optax_bit_for_bit(x64):
     _, wanted, found = on_one_device()
     same(found, wanted, 0)
-    assert inspect.signature(muon).parameters.keys() == inspect.signature(optax.contrib.muon).parameters.keys()
+    *theirs, own = inspect.signature(muon).parameters
+    assert theirs == list(inspect.signature(optax.contrib.muon).parameters) and own == "iteration_dtype"
 
 
 @pytest.mark.parametrize("name", others_full(MESHES, [name for name in MESHES if "replicas" not in name]))
@@ -216,6 +218,43 @@ def test_arguments_mean_what_they_mean_to_optax(name, x64):
     assert jax.tree.structure(found) == jax.tree.structure(wanted)
     assert [a.dtype for a in jax.tree.leaves(found)] == [a.dtype for a in jax.tree.leaves(wanted)]
     same(found, wanted, 1e-11)
+
+
+def test_matrices_travel_and_are_iterated_in_the_dtype_asked_for_and_results_keep_theirs():
+    rng = np.random.default_rng(0)
+    params, gradients = (
+        {k: rng.normal(size=shape).astype("float32") for k, (shape, _) in ARRAYS.items()} for _ in "12"
+    )
+    options = dict(learning_rate=0.1, muon_weight_dimension_numbers=DIMENSIONS, beta=0.5)
+    exact = optax.contrib.muon(**options)
+    wanted = jax.jit(exact.update)(gradients, exact.init(params), params)
+
+    def run(dtype):
+        optimizer = muon(**options, iteration_dtype=dtype)
+        lowered = jax.jit(optimizer.update).lower(gradients, optimizer.init(params), params)
+        result = lowered.compile()(gradients, optimizer.init(params), params)
+        dtypes = [a.dtype for a in jax.tree.leaves(result)]
+        assert dtypes == [a.dtype for a in jax.tree.leaves(wanted)]
+        same(result[1], wanted[1], 1e-6)
+        far = {
+            k: np.linalg.norm(leaf - wanted[0][k]) / np.linalg.norm(leaf) for k, leaf in result[0].items() if leaf.size
+        }
+        return lowered.as_text(), far.pop("vector"), far
+
+    for placed in (False, True):
+        known = {(k,): Placed(*one) for k, one in ARRAYS.items() if one[1] is not None and placed}
+        with jax.set_mesh(gtp.make_mesh(gtp=4, tp=2)), arrays_in_scope({}, placed=known):
+            _, vector, far = run("float32")
+            assert vector == 0 and max(far.values()) < 1e-5
+            text, vector, far = run(jnp.bfloat16)
+        assert vector == 0 and 1e-3 < min(far.values()) and max(far.values()) < 0.1
+        assert set(re.findall(r"all_to_all.*tensor<[0-9x]+x(\w+)>", text)) == ({"bf16"} if placed else set())
+        assert set(re.findall(r"dot_general.*tensor<[0-9x]+x(\w+)>", text)) == {"bf16"}
+
+
+def test_an_iteration_dtype_that_is_not_floating_point_is_refused():
+    with pytest.raises(ValueError, match="`iteration_dtype` int8 is not floating-point. Use bfloat16, or `None`."):
+        muon(1e-3, iteration_dtype="int8")
 
 
 def test_what_is_left_of_all_classes_is_shared_by_cost():
