@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +20,7 @@ class Option(NamedTuple):
 
 _SCHEDULER = "xla_gpu_enable_latency_hiding_scheduler"
 _ESTIMATOR = "xla_gpu_enable_analytical_sol_latency_estimator"
+_RATES = "xla_gpu_experimental_collective_perf_table_path"
 _SCATTERS = "xla_gpu_reduce_scatter_combine_threshold_bytes"
 
 # On 4 x H200, the first four options together shortened the reference step from 403 ms, with XLA's defaults, to 391 ms.
@@ -53,10 +55,16 @@ GPU_OPTIONS_WITH_TP: Mapping[str, Option] = {
     ),
 }
 
-# Options that replace or extend `GPU_OPTIONS` if matmuls run in FP8 with one scale per tensor. On 2 x H200 the
-# reference step took 279.2 ms without the latency estimator, and 276.2 ms with it.
+# Options that replace or extend `GPU_OPTIONS` if matmuls run in FP8 with one scale per tensor, at tp 1. On 2 x H200 the
+# reference step took 279.2 ms without the latency estimator, and 276.2 ms with it; later 272.0 ms with XLA's rates of
+# collectives, and 269.8 ms with these. If the file is missing, XLA uses its own.
 GPU_OPTIONS_WITH_FP8: Mapping[str, Option] = {
     _ESTIMATOR: Option(True, "without it, no matmul overlaps the reduce-scatters of backward"),
+    _RATES: Option(
+        str(Path(__file__).with_name("nvlink_rates.txtpb")),
+        "by XLA's own rates, a gather starts just before the matmul that should hide it, and gets no multiprocessor "
+        "until that has ended",
+    ),
 }
 
 # Options that extend `GPU_OPTIONS` if NCCL is too old for XLA's own all-reduce kernels, which would fail (see
@@ -102,7 +110,7 @@ def compile_options(
             weights are gathered together.
         copies: whether a part of the state is in the memory of the host.
     """
-    variants = (GPU_OPTIONS_WITH_TP, tp > 1), (GPU_OPTIONS_WITH_FP8, fp8), (GPU_OPTIONS_WITH_COPIES, copies)
+    variants = (GPU_OPTIONS_WITH_TP, tp > 1), (GPU_OPTIONS_WITH_FP8, fp8 and tp == 1), (GPU_OPTIONS_WITH_COPIES, copies)
     parts = (GPU_OPTIONS, *(options for options, applies in variants if applies))
     chosen = {name: option for part in parts for name, option in part.items()} if platform == "gpu" else {}
     if platform == "gpu" and largest_unit:

@@ -63,6 +63,14 @@ def test_codes_that_fp8_matmuls_take_as_they_are_travel_in_one_launch_a_layer_to
     assert not re.findall(r"= bf16\[(?:1,)?8192,(?:28672|14336)\]\S* (?:multiply|concatenate|fusion)\(", text)
 
 
+def test_gathers_of_codes_start_two_matmuls_before_they_are_needed():
+    """By XLA's own rates they start later: some just before a matmul, which takes all multiprocessors before them."""
+    found = hlo.launch_order(compiled(gtp.FP8(matmuls=True), fp8=True, ranks=2, keep_gathered="auto").as_text())
+    gathers = [e for e in found.collectives("all-gather") if "u8" in e.collective.dtype]
+    # the first has nothing ahead of it, and the first of backward only the head's matmuls, which are not in FP8
+    assert all(len(found.under(e)) >= 2 for e in (*gathers[1:LAYERS], *gathers[LAYERS + 1 :]))
+
+
 def test_scaling_by_earlier_steps_takes_no_pass_and_no_memory_that_current_scaling_does_not_take():
     def facts(recipe):  # with an MLP that runs layer by layer under both
         step = compiled(recipe, fp8=True, ranks=2, num_layers=2, seq=2048, activation="gelu_tanh")

@@ -186,7 +186,7 @@ def _options() -> Iterator[tuple[str, str, str, str]]:
         if theirs.get(name, str(value)).lower() != str(value).lower():
             yield name, theirs[name], where, f"set by your XLA_FLAGS; the library would use {value or 'none'}"
         else:
-            yield name, str(value) or "none", where, reason
+            yield name, str(value).rpartition("/")[2] or "none", where, reason  # of a path, the file
     for name, reason in _LEFT_ALONE.items():
         yield name, theirs.get(name, "XLA's"), "always", reason
 
