@@ -7,7 +7,8 @@
 - number of a weight: its index among the weights that one call gathers or quantizes.
 - wire: what ranks send instead of the shards of quantized weights, such as their codes.
 - slot: an array of zeros that accompanies a weight. A product that the hook computes can return the weight's gradient
-  as the gradient of the slot, whose dtype and shape may differ from those of the weight.
+  as the gradient of the slot, whose dtype and shape may differ from those of the weight. The slots of delayed scaling
+  (`weights.Scaling`) are others: their gradients are amaxes.
 - walk: the sequence of calls of units in one trace, within one call of a model.
 
 [Note: a model as a chain]
@@ -23,10 +24,10 @@ shards; backward gathers the weights again, and reduces the gradients one unit l
 another transformation, or in code that is not traced) run as chains of one stage, which gather when they run.
 
 The weights that a recipe quantizes are quantized once per call (`_codes`), or once per step of `train_step`
-(`_quantized`; `_made` hands the codes to the calls). Ranks gather the codes (`_weights`). The hook finds products with
-weights (`_products`), and may compute them in the recipe's formats (`_multiply`). A product that the hook computes can
-return the gradient of a weight through a slot. Slots serve gradients that are to be summed in float32, and, in global
-view, gradients that ranks exchange (`_exchange`).
+(`_quantized`; `_made` hands the codes to the calls, and the amaxes of delayed scaling). Ranks gather the codes
+(`_weights`). The hook finds products with weights (`_products`), and may compute them in the recipe's formats
+(`_multiply`). A product that the hook computes can return the gradient of a weight through a slot. Slots serve
+gradients that are to be summed in float32, and, in global view, gradients that ranks exchange (`_exchange`).
 """
 
 from ._codes import Coded as Coded
@@ -52,12 +53,17 @@ from ._float_ids import ids_refused_by as ids_refused_by
 from ._jaxprs import is_reference as is_reference
 from ._jaxprs import scan_counts as scan_counts
 from ._made import with_made as with_made
+from ._maxima import maximum_gradient as maximum_gradient
+from ._maxima import with_maxima as with_maxima
+from ._maxima import without_maxima as without_maxima
 from ._movement import scatter as scatter
 from ._path import paths_of as paths_of
 from ._path import weight_paths as weight_paths
 from ._placement import Placement as Placement
 from ._placement import placement_of as placement_of
+from ._quantized import delayed as delayed
 from ._quantized import quantized as quantized
+from ._quantized import to_trace as to_trace
 from ._scope import recipe_of_step as recipe_of_step
 from ._scope import without_hook as without_hook
 from ._shard import has_weights_to_shard as has_weights_to_shard

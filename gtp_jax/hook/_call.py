@@ -23,7 +23,7 @@ from ._codes import coded, moving
 from ._exchange import exchanged
 from ._float_ids import float_ids_explained
 from ._forward_mode import FORWARD, forward_mode_refused, of_own_code, refused_in_forward_mode
-from ._made import wires_of_call
+from ._made import scaling_of_call, wires_of_call
 from ._matrix import logical_shape
 from ._movement import own_part
 from ._multiply import axes_in_scope
@@ -332,8 +332,8 @@ def _gathered(owner: nnx.Module, weights: Sharded) -> Iterator[None]:
     In global view, the variable of an unquantized weight then keeps its shards, which XLA gathers.
 
     Raises:
-        ValueError: if the call writes a weight that the recipe in scope quantizes; or if a variable cannot be set, and
-            its weight is quantized or the view is local.
+        ValueError: if the call writes a weight that the recipe in scope quantizes; if a variable cannot be set, and its
+            weight is quantized or the view is local; or for the same reasons as `scaling_of_call`.
     """
     if not weights:
         yield
@@ -346,8 +346,10 @@ def _gathered(owner: nnx.Module, weights: Sharded) -> Iterator[None]:
     sums = [exchanged(v, p, ()) if current_view() != "global" else None for v, p in weights]
     how = Weights(tuple(placement for _, placement in weights), formats, tuple(sums), (None,) * len(weights))
     wires = wires_of_call([variable for variable, _ in weights], formats)
+    scaling = [scaling_of_call(variable, form) for (variable, _), form in zip(weights, formats, strict=True)]
+    amaxes = [None if one is None else one.of_weight for one in scaling]
     with forward_mode_refused(type(owner).__name__) as message:
-        gathered = gather_once(how, refused_in_forward_mode(message, shards), wires)
+        gathered = gather_once(how, refused_in_forward_mode(message, shards), wires, amaxes)
     for (variable, placement), shard, weight, form in zip(weights, shards, gathered, formats, strict=True):
         stored = {name: own for name, own in variable.get_metadata().items() if name in ("placement", "padded")}
         try:

@@ -37,6 +37,11 @@ class Coded(Matrix):
     wire: WireFormat
     operands: Operands | None
 
+    @property
+    def is_delayed(self) -> bool:
+        """Whether its scales follow from the amaxes of earlier steps."""
+        return self.operands is not None and self.operands.delayed is not None
+
     def spec(self, dtype: np.dtype) -> WireSpec:
         """Returns how the weight travels if it is used in a dtype."""
         return WireSpec(
@@ -44,7 +49,7 @@ class Coded(Matrix):
             dtype=dtype,
             wire=self.wire,
             operands=self.operands,
-            codes_multiply=isinstance(self.wire, Tiled),
+            codes_multiply=isinstance(self.wire, Tiled) or self.is_delayed,
         )
 
 
@@ -123,9 +128,6 @@ def _check_supported(recipe: Recipe, chosen: Recipe, path: Sequence[str]) -> Non
     if recipe.high_precision_first or recipe.high_precision_last:
         asked = "`high_precision_first` or `high_precision_last`, which count the layers of a `Stack`"
         instead = "Leave both at 0, and name blocks in `exclude`, such as ('layers.0',)"
-    elif operands is not None and operands.delayed is not None:
-        asked = f"`{type(chosen).__name__}`, which scales by amaxes of earlier steps"
-        instead = "Pass `gtp_jax.FP8(matmuls=True)`"
     elif operands is not None and operands.attention:
         asked = "attention in FP8, which only `gtp_jax.Attention` and `gtp_jax.nn.CrossAttention` compute"
         instead = "Pass `attention=False`"
@@ -152,7 +154,12 @@ def _in_order(layout: Layout, form: Format) -> Layout:
     return turned if not layout.by_rows and rows == cols and fills_blocks(turned, form) else layout
 
 
-def encode(shards: Sequence[Any], weights: Sequence[Coded | None], dtypes: Sequence[np.dtype]) -> tuple[Wire, ...]:
+def encode(
+    shards: Sequence[Any],
+    weights: Sequence[Coded | None],
+    dtypes: Sequence[np.dtype],
+    amaxes: Sequence[jax.Array | None],
+) -> tuple[Wire, ...]:
     """Quantizes weights, in the view in scope, and returns their codes as wires. A wire may hold the codes of several
     weights. Each member of a wire is named `(index,)`, after its weight's index in `weights`.
 
@@ -160,6 +167,7 @@ def encode(shards: Sequence[Any], weights: Sequence[Coded | None], dtypes: Seque
         shards: the shards of all weights.
         weights: how each weight is quantized; `None` for a weight that is not quantized, which the result leaves out.
         dtypes: the dtype in which each weight is used.
+        amaxes: the amax that sets the scale of each weight; `None` for a weight that is scaled by its own.
     """
     specs = _specs(shards, weights, dtypes)
     if not specs:
@@ -167,7 +175,10 @@ def encode(shards: Sequence[Any], weights: Sequence[Coded | None], dtypes: Seque
     own: dict[ModulePath, Shards] = {
         (i,): (one.to_matrix(lax.stop_gradient(shards[i])),) for i, one in enumerate(weights) if one is not None
     }
-    return quantize_together(specs, own)
+    given: dict[ModulePath, jax.Array] = {
+        (i,): amax for i, amax in enumerate(amaxes) if amax is not None and (i,) in own
+    }
+    return quantize_together(specs, own, given)
 
 
 def decode(
@@ -202,8 +213,9 @@ def decode(
 
 
 def _values(weight: jax.Array | QuantizedArray, dtype: np.dtype) -> jax.Array:
-    """Returns a gathered weight in the dtype in which it is used. Decodes codes in tiles, which may arrive undecoded. A
-    product in tiles rounds the decoded values again, which changes nothing if `dtype` holds them exactly."""
+    """Returns a gathered weight in the dtype in which it is used. Decodes codes in tiles, and those with a single
+    scale, which may arrive undecoded. A product in tiles rounds the decoded values again, which changes nothing if
+    `dtype` holds them exactly."""
     if isinstance(weight, QuantizedArray):
         weight = dequantize(weight, jnp.float32 if dtype == np.float64 else dtype)
     return weight.astype(dtype)

@@ -24,6 +24,7 @@ from ._exchange import Exchange, decide_exchange
 from ._multiply import axes_in_scope
 from ._path import path_of, path_of_unit, paths_of
 from ._placement import Placement, placement_of
+from ._quantized import to_trace
 from ._unit import Holder, Unit, kind_of, methods_of
 from ._walk import recording
 
@@ -304,7 +305,7 @@ def calls_of(model: nnx.Module, function: Callable[..., Any], *args: Any) -> tup
     paths: dict[int, str] = {}
 
     def call(state: Any, *args: Any) -> None:
-        own = nnx.merge(graph, state)
+        own = to_trace(nnx.merge(graph, state))
         paths.update({id(module): name_of(path) for path, module in nnx.iter_modules(own)})
         function(own, *args)
 

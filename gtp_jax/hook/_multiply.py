@@ -6,13 +6,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
 from ..formats import FP8_BLOCKS, Operands
 from ..mesh import current_view, degrees
-from ..ops import SlottedWeight, linear, linear_blocks, linear_fp8, linear_fp8_blocks
-from ..weights import CallKeys, in_view
+from ..ops import SlottedWeight, linear, linear_blocks, linear_fp8, linear_fp8_blocks, linear_fp8_delayed
+from ..weights import CallKeys, Scaling, in_view
 from ._codes import Coded
 from ._matrix import Matrix, in_order_of, turned
 from ._products import Array, Factor, values_of
@@ -53,6 +54,7 @@ def product(
     batch: tuple[str, ...],
     sequence: tuple[str, ...],
     key: jax.Array,
+    scaling: Scaling | None = None,
 ) -> jax.Array:
     """Returns `x @ weight.T`, in the view in scope. Every rank multiplies its own part of `x`, which may be all of it.
 
@@ -71,6 +73,7 @@ def product(
         sequence: the mesh axes that divide the tokens of each example; those that the mesh in scope lacks do not count.
         key: the key of stochastic rounding, uint32 `(2,)`. In global view, if products round stochastically, ranks with
             different parts of the operands derive different keys from it.
+        scaling: the scaling by amaxes of earlier steps, with a slot in float32; `None` if products are not scaled so.
     """
     inner, outer = tuple(seen.used)
     if turned(seen, factor):
@@ -81,15 +84,23 @@ def product(
     parts = parts if parts and x.shape[1] % degrees(parts) == 0 else ()
     tokens = (names if divided else None, parts or None, *[None] * (x.ndim - 3))[: max(0, x.ndim - 1)]
     parted = (*(names if divided else ()), *parts, *(axis for axis in (inner, outer) if axis is not None))
-    by_rank = parted if current_view() == "global" and operands is not None and operands.stochastic else ()
+    in_global = current_view() == "global"
+    by_rank = parted if in_global and operands is not None and operands.stochastic else ()
+    # each of the ranks that compute the same part of `y` receives an equal share of its gradient
+    shares = jax.sharding.get_abstract_mesh().size // degrees(parted) if in_global else 1
     apart = isinstance(weight, SlottedWeight) and weight.slot.ndim > values_of(weight).ndim
 
-    def multiply(x: jax.Array, weight: Array, key: jax.Array) -> jax.Array:
+    def multiply(x: jax.Array, weight: Array, key: jax.Array, scaling: Scaling | None) -> jax.Array:
         if apart:
             assert isinstance(weight, SlottedWeight)
             weight = SlottedWeight(weight.values, weight.slot[0])
         if operands is None:
             y = linear(x, weight, factor.precision)
+        elif operands.delayed is not None:
+            assert scaling is not None, "delayed scaling without a state"
+            of_rank = np.array([1, 1, shares], np.float32)
+            slot = scaling.slot * of_rank[1:]
+            y = linear_fp8_delayed(x, weight, scaling.amaxes / of_rank, slot, operands.gradient)
         elif operands.weight.block is None:
             y = linear_fp8(x, weight, operands.gradient, keep_codes=operands.keep_codes)
         elif operands.weight == FP8_BLOCKS:
@@ -101,5 +112,5 @@ def product(
 
     own: Any = PartitionSpec(outer, inner)
     own = SlottedWeight(own, PartitionSpec(names, outer, inner)) if apart else own  # pyright: ignore[reportArgumentType]
-    into = PartitionSpec(*tokens, inner), own, PartitionSpec()
-    return in_view(multiply, lambda *_: into, PartitionSpec(*tokens, outer))(x, weight, key)
+    into = PartitionSpec(*tokens, inner), own, PartitionSpec(), None if scaling is None else Scaling.specs()
+    return in_view(multiply, lambda *_: into, PartitionSpec(*tokens, outer))(x, weight, key, scaling)

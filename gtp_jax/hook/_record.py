@@ -26,6 +26,7 @@ from jax.extend.core import Jaxpr, Literal, Primitive
 from ..chain import OFFLOADED, Outputs, Schedule, run
 from ._copies import OnCopies
 from ._forward_mode import refused_in_forward_mode
+from ._maxima import without_maxima
 from ._recording import current_recording, recording
 from ._rows import is_mapped
 from ._split import Part, Split, can_split, split, variables
@@ -43,8 +44,9 @@ class _Marker:
 
     Attributes:
         call: the call.
-        sent: the number of operands that are gathered: the shards of the weights, then the codes.
-        tree: the structure of the operands: shards, codes, keys, other arrays.
+        before: the number of operands that are computed before the chain: the shards of the weights, then the codes,
+            then the scaling of products.
+        tree: the structure of the operands: what is gathered, scaling, keys, other arrays.
         schedule: how the call is ordered among others.
         note: a function that completes the record of the call.
         refused: a function that returns the context in which the call runs (`forward_mode_refused`).
@@ -52,7 +54,7 @@ class _Marker:
     """
 
     call: StagedCall
-    sent: int
+    before: int
     tree: Any
     schedule: Schedule
     note: Callable[..., None]
@@ -90,9 +92,10 @@ def call_or_mark(
         refused: a function that returns the context in which the call runs (`forward_mode_refused`).
         source: the path of the unit, if the call moves activations to the host's memory.
     """
-    operands = staged.sent(call.weights, call.wires), call.keys, call.rest
+    scaling = [None if one is None else without_maxima(one) for one in call.scaling]
+    operands = staged.sent(call.weights, call.wires, scaling), scaling, call.keys, call.rest
     leaves, tree = jax.tree.flatten(operands)
-    marker = _Marker(staged, len(jax.tree.leaves(operands[0])), tree, schedule, note, refused, source)
+    marker = _Marker(staged, len(jax.tree.leaves(operands[:2])), tree, schedule, note, refused, source)
     return _unit.bind(*leaves, marker=marker) if is_recording() else _alone(marker, leaves, reason_alone())
 
 
@@ -118,8 +121,8 @@ def recorded(method: Callable[..., Any], holder: Any, args: Any, kwargs: Any, gi
     closed, effects = call.trace(inputs, arguments, within)
     jaxpr, arrays = closed.jaxpr, (*closed.consts, *inputs.values(), *(call.arguments[i] for i in arguments))
     known = dict(zip((*jaxpr.constvars, *jaxpr.invars), arrays, strict=True))
-    if any(map(_is_call, jaxpr.eqns)) and can_split(jaxpr, _is_call, _sent):
-        _run(split(jaxpr, _is_call, _sent), known)
+    if any(map(_is_call, jaxpr.eqns)) and can_split(jaxpr, _is_call, _before):
+        _run(split(jaxpr, _is_call, _before), known)
     else:
         _run_in_order(jaxpr, known)
     return effects.repeat([_value(v, known) for v in jaxpr.outvars], stored=lambda _, value: value)
@@ -129,8 +132,8 @@ def _is_call(eqn: Any) -> bool:
     return eqn.primitive is _unit
 
 
-def _sent(eqn: Any) -> Sequence[Any]:
-    return eqn.invars[: eqn.params["marker"].sent]
+def _before(eqn: Any) -> Sequence[Any]:
+    return eqn.invars[: eqn.params["marker"].before]
 
 
 def _run_in_order(jaxpr: Jaxpr, known: dict[Any, Any]) -> None:
@@ -179,25 +182,31 @@ def _run(parts: Split, known: dict[Any, Any]) -> None:
 def _stage(part: Part, shared: tuple[Any, ...], known: Mapping[Any, Any]) -> Any:
     """Returns a part as a stage of a chain."""
     marker = part.call.params["marker"]
-    rest = part.call.invars[marker.sent :]
-    of_sent, *of_rest = marker.tree.children()
-    sent = jax.tree.unflatten(of_sent, [_value(v, known) for v in part.call.invars[: marker.sent]])
+    rest = part.call.invars[marker.before :]
+    *of_before, of_keys, of_others = marker.tree.children()
+    made = iter([_value(v, known) for v in _before(part.call)])
+    sent, scaling = (jax.tree.unflatten(tree, [next(made) for _ in range(tree.num_leaves)]) for tree in of_before)
     read = {v for eqn in part.eqns for v in variables(eqn.invars)} | set(variables(rest))
     takes = [i for i, v in enumerate(shared) if v in read]
 
     def apply(weights: Any, slots: Any, params: Any, x: Any, given: Any, constants: Any, turn: Any) -> Any:
         del turn
-        own = dict(zip((*part.params, *part.constants, *part.x), (*params, *constants, *x), strict=True))
+        floats, scaling = params
+        own = dict(zip((*part.params, *part.constants, *part.x), (*floats, *constants, *x), strict=True))
         own.update((shared[i], given[i]) for i in takes)
         _evaluate(part.eqns, own)
         values = iter([_value(v, own) for v in rest])
-        keys, others = (jax.tree.unflatten(tree, [next(values) for _ in range(tree.num_leaves)]) for tree in of_rest)
-        own.update(zip(part.call.outvars, marker.call.compute(weights, slots, others, keys), strict=True))
+        keys, others = (
+            jax.tree.unflatten(tree, [next(values) for _ in range(tree.num_leaves)]) for tree in (of_keys, of_others)
+        )
+        found = marker.call.compute(weights, slots, others, keys, scaling)
+        own.update(zip(part.call.outvars, found, strict=True))
         state, scalars = ([own[v] for v in each] for each in (part.state, part.scalars))
         return [own[v] for v in part.y], Outputs(state, scalars)
 
     with marker.refused() as message:
-        shards, params = refused_in_forward_mode(message, (sent.shards, [known[v] for v in part.params]))
+        floats = [known[v] for v in part.params], scaling
+        shards, params = refused_in_forward_mode(message, (sent.shards, floats))
     return stage_of(
         marker.call,
         sent,

@@ -25,8 +25,8 @@ class Part:
         call: the equation of the call.
         x: the variables that the call before it passes on.
         y: the variables that it passes on to the next call; for the last call, to the epilogue.
-        params: the floats from before the chain that this part alone reads, except those that are gathered.
-        constants: the other arrays from before the chain that it reads, except those that are gathered.
+        params: the floats from before the chain that this part alone reads, except operands of `before` (see `split`).
+        constants: the other arrays from before the chain that it reads, except operands of `before` (see `split`).
         scalars: the floats that only the epilogue reads, computed in this part.
         state: the other arrays that only the epilogue reads, computed in this part.
     """
@@ -58,31 +58,31 @@ class Split:
     shared: tuple[Var, ...]
 
 
-def can_split(jaxpr: Jaxpr, is_call: Callable[[Any], bool], sent: Callable[[Any], Sequence[Any]]) -> bool:
+def can_split(jaxpr: Jaxpr, is_call: Callable[[Any], bool], before: Callable[[Any], Sequence[Any]]) -> bool:
     """Returns whether a jaxpr can be split: no equation besides the calls has an effect, which splitting could reorder,
-    and no call computes what a call sends."""
+    and no call computes an operand that is needed before the chain."""
     after: set[Any] = set()
     for eqn in jaxpr.eqns:
         if eqn.effects and not is_call(eqn):
             return False
-        if is_call(eqn) and any(v in after for v in variables(sent(eqn))):
+        if is_call(eqn) and any(v in after for v in variables(before(eqn))):
             return False
         if is_call(eqn) or any(v in after for v in variables(eqn.invars)):
             after.update(eqn.outvars)
     return not any(map(is_reference, (*jaxpr.invars, *jaxpr.constvars)))
 
 
-def split(jaxpr: Jaxpr, is_call: Callable[[Any], bool], sent: Callable[[Any], Sequence[Any]]) -> Split:
+def split(jaxpr: Jaxpr, is_call: Callable[[Any], bool], before: Callable[[Any], Sequence[Any]]) -> Split:
     """Splits a jaxpr. Equations that do not depend on a call and are read in one part alone belong to that part, except
     constraints of shardings.
 
     Args:
         jaxpr: the jaxpr, for which `can_split` is true, and which has at least one call.
         is_call: returns whether an equation is a call of a unit.
-        sent: returns the operands of a call that are gathered.
+        before: returns the operands of a call that are computed before the chain, such as those that are gathered.
     """
     count = sum(map(is_call, jaxpr.eqns))
-    places = _places(jaxpr, is_call, sent, count)
+    places = _places(jaxpr, is_call, before, count)
     prologue = [eqn for eqn in jaxpr.eqns if places[id(eqn)] < 0]
     epilogue = [eqn for eqn in jaxpr.eqns if places[id(eqn)] == count]
     of_part: list[list[Any]] = [[] for _ in range(count)]
@@ -93,7 +93,7 @@ def split(jaxpr: Jaxpr, is_call: Callable[[Any], bool], sent: Callable[[Any], Se
         elif 0 <= places[id(eqn)] < count:
             of_part[places[id(eqn)]].append(eqn)
     made = {v: k for k in range(count) for eqn in (*of_part[k], calls[k]) for v in eqn.outvars}
-    reads = [_reads(of_part[k], calls[k], sent(calls[k])) for k in range(count)]
+    reads = [_reads(of_part[k], calls[k], before(calls[k])) for k in range(count)]
     at_end = {v for v in (*variables(jaxpr.outvars), *(v for eqn in epilogue for v in variables(eqn.invars)))}
     last = {v: max((k for k in range(count) if v in reads[k]), default=made[v]) for v in made}
     leave = {v for v in made if v in at_end and made[v] < count - 1 and not _is_large_float(v)}
@@ -112,7 +112,7 @@ def split(jaxpr: Jaxpr, is_call: Callable[[Any], bool], sent: Callable[[Any], Se
     return Split(tuple(prologue), tuple(parts), tuple(epilogue), shared)
 
 
-def _places(jaxpr: Jaxpr, is_call: Callable[[Any], bool], sent: Callable[[Any], Any], count: int) -> dict[int, int]:
+def _places(jaxpr: Jaxpr, is_call: Callable[[Any], bool], before: Callable[[Any], Any], count: int) -> dict[int, int]:
     """Returns, by the `id` of each equation, the part in which it is evaluated; -1 for the prologue, and the number of
     parts for the epilogue."""
     after, places, seen = set[Any](), dict[int, int](), 0
@@ -133,18 +133,18 @@ def _places(jaxpr: Jaxpr, is_call: Callable[[Any], bool], sent: Callable[[Any], 
             # parameter, such as a constrained one, besides the parameter
             alone = len(found) == 1 and 0 not in found and eqn.primitive.name != "sharding_constraint"
             places[id(eqn)] = found.pop() if alone else -1
-        before = len(sent(eqn)) if is_call(eqn) else 0  # what is gathered is computed before the chain
+        ahead = len(before(eqn)) if is_call(eqn) else 0
         for i, v in enumerate(eqn.invars):
             if not isinstance(v, Literal):
-                readers.setdefault(v, set()).add(-1 if i < before else places[id(eqn)])
+                readers.setdefault(v, set()).add(-1 if i < ahead else places[id(eqn)])
     return places
 
 
-def _reads(eqns: Iterable[Any], call: Any, sent: Sequence[Any]) -> dict[Any, None]:
-    """Returns the variables that a part reads and does not compute, in order, except those that are only gathered."""
+def _reads(eqns: Iterable[Any], call: Any, before: Sequence[Any]) -> dict[Any, None]:
+    """Returns the variables that a part reads and does not compute, in order, except operands of `before`."""
     made, found = set[Any](), dict[Any, None]()
     for eqn in (*eqns, call):
-        given = eqn.invars[len(sent) :] if eqn is call else eqn.invars
+        given = eqn.invars[len(before) :] if eqn is call else eqn.invars
         found |= dict.fromkeys(v for v in variables(given) if v not in made)
         made.update(eqn.outvars)
     return found

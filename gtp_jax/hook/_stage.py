@@ -13,15 +13,19 @@ from jax.core import eval_jaxpr
 from ..chain import Outputs, Remat, Schedule, Stage, is_float, joined, run, separated, with_remat
 from ..mesh import current_view, degrees
 from ..ops import SlottedWeight, linear
-from ..weights import CallKeys, Wire
+from ..weights import CallKeys, Scaling, Wire
+from ._maxima import with_maxima, without_maxima
 from ._multiply import multiplies, product, ranks_know
 from ._narrow import narrowed
 from ._parts import in_parts
-from ._products import Array, Factor, evaluate, inputs_of, is_narrow, values_of, views_of, widened
+from ._products import Array, Factor, Multiply, evaluate, inputs_of, is_narrow, values_of, views_of, widened
 from ._trace import Program
 from ._weights import Weights
 
 Arrays = list[Any]
+# For each weight of a call, how its products are scaled by amaxes of earlier steps; `None` if they are not. Between the
+# start of a call and its computation, slots are in float32, and each is used once.
+Scalings = Sequence[Scaling | None]
 ByNumber = dict[int, Any]  # by the number of a weight
 
 
@@ -84,9 +88,11 @@ class StagedCall:
         # with a product whose gradient arrives in a slot, and of those that are used in another way too
         self._multiplied, self._summed, self._used = set[int](), set[int](), set[int]()
 
-    def sent(self, shards: Sequence[Any], wires: Sequence[Wire]) -> Sent:
-        """Returns what the call gathers, given the shards of its weights and the codes that the step has made."""
-        return Sent(dict(enumerate(shards)), self._weights.encode(shards, wires))
+    def sent(self, shards: Sequence[Any], wires: Sequence[Wire], scaling: Scalings) -> Sent:
+        """Returns what the call gathers, given the shards of its weights, the codes that the step has made, and how
+        products are scaled."""
+        amaxes = [None if one is None else one.of_weight for one in scaling]
+        return Sent(dict(enumerate(shards)), self._weights.encode(shards, wires, amaxes))
 
     def prepare(self, sent: Sent) -> Arrays:
         """Returns the shards that are gathered as they are, in the dtypes in which they are gathered."""
@@ -117,14 +123,17 @@ class StagedCall:
                 direct[i] = direct[i].astype(slot.dtype) + slot if i in self._used else slot
         return direct, apart
 
-    def compute(self, weights: ByNumber, slots: ByNumber, rest: Arrays, keys: Sequence[Any]) -> Arrays:
+    def compute(
+        self, weights: ByNumber, slots: ByNumber, rest: Arrays, keys: Sequence[Any], scaling: Scalings
+    ) -> Arrays:
         """Returns the outputs of the program."""
 
-        def call(weights: ByNumber, slots: ByNumber, rest: Arrays, keys: Sequence[Any]) -> Arrays:
+        def call(weights: ByNumber, slots: ByNumber, rest: Arrays, keys: Sequence[Any], scaling: Scalings) -> Arrays:
             given = [w if i not in slots else SlottedWeight(w, slots[i]) for i, w in sorted(weights.items())]
-            return self._after(self._before(given), rest, keys)
+            own = [None if one is None else with_maxima(one) for one in scaling]
+            return self._after(self._before(given), rest, functools.partial(self._multiply, keys, own))
 
-        return with_remat(call, self.remat)(weights, slots, rest, keys)
+        return with_remat(call, self.remat)(weights, slots, rest, keys, scaling)
 
     def reduce(self, gradients: tuple[ByNumber, ByNumber]) -> ByNumber:
         """Returns the gradients of shards, given what `pending` returns."""
@@ -161,15 +170,21 @@ class StagedCall:
             found |= dict(zip(made, own, strict=True))
         return [found[v] for v in before.outvars]  # pyright: ignore[reportArgumentType]
 
-    def _after(self, own: Arrays, rest: Arrays, keys: Sequence[CallKeys | None]) -> Arrays:
+    def _after(self, own: Arrays, rest: Arrays, multiply: Multiply) -> Arrays:
         """Returns the outputs of the program, given what `_before` returns."""
         coded = any(one is not None and one.operands is not None for one in self.program.coded)
-        times = functools.partial(self._multiply, keys) if self._wide or self._apart or coded else None
+        times = multiply if self._wide or self._apart or coded else None
         views = views_of(self._parts.before)
         return self.program.evaluate(self._parts.after, own, rest, views, times, self._used)
 
     def _multiply(
-        self, keys: Sequence[CallKeys | None], factor: Factor, in_matrices: Callable[..., Any], x: Any, weight: Array
+        self,
+        keys: Sequence[CallKeys | None],
+        scaling: Scalings,
+        factor: Factor,
+        in_matrices: Callable[..., Any],
+        x: Any,
+        weight: Array,
     ) -> jax.Array | None:
         """Computes a product with a weight; see `Multiply`."""
         program, apart, axes = self.program, self._apart, (self._axes, self._sequence)
@@ -179,9 +194,10 @@ class StagedCall:
         weight = weight if slotted else values_of(weight)
         key = jnp.zeros(2, jnp.uint32)
         if format is not None and multiplies(format, factor):
-            own = keys[factor.number]
+            own, scales = keys[factor.number], scaling[factor.number]
             key = key if own is None else own.next()
-            times = lambda x, weight: product(x, weight, format, format.operands, factor, *axes, key)  # noqa: E731
+            scales = None if scales is None else without_maxima(scales)
+            times = lambda x, weight: product(x, weight, format, format.operands, factor, *axes, key, scales)  # noqa: E731
             self._multiplied.add(factor.number)
         elif exchange is not None and ranks_know(exchange, factor) and (by_rank or _of_examples(x, program)):
             times = lambda x, weight: product(x, weight, exchange, None, factor, *axes, key)  # noqa: E731
@@ -220,13 +236,20 @@ def stage_of(call: StagedCall, sent: Sent, **options: Any) -> Stage:
 
 
 def run_alone(
-    call: StagedCall, sent: Sent, keys: Sequence[CallKeys | None], rest: Arrays, *, keep: bool = False
+    call: StagedCall,
+    sent: Sent,
+    scaling: Scalings,
+    keys: Sequence[CallKeys | None],
+    rest: Arrays,
+    *,
+    keep: bool = False,
 ) -> Arrays:
     """Returns the outputs of a call that is not ordered among others. Nothing that it saves is moved to the host.
 
     Args:
         call: the call.
         sent: what it gathers.
+        scaling: how its products are scaled.
         keys: for each weight, the keys of stochastic rounding of this call; `None` for weights without any.
         rest: the other arrays; see `Program.arguments`.
         keep: whether the gathered weights are kept for backward. Otherwise, backward gathers them again.
@@ -236,10 +259,11 @@ def run_alone(
 
     def apply(weights: Any, slots: Any, params: Any, x: Any, shared: Any, constants: Any, turn: Any) -> Any:
         del x, shared, turn
-        keys, others = constants
-        return call.compute(weights, slots, joined(params, others, floats), keys), Outputs()
+        (own, scaling), (keys, others) = params, constants
+        return call.compute(weights, slots, joined(own, others, floats), keys, scaling), Outputs()
 
-    stage = stage_of(call, sent, shards=sent.shards, params=params, constants=(list(keys), others), apply=apply)
+    given, constants = (params, list(scaling)), (list(keys), others)
+    stage = stage_of(call, sent, shards=sent.shards, params=given, constants=constants, apply=apply)
     return run([stage], [], Schedule(keep_gathered="all" if keep else 0))[0]
 
 

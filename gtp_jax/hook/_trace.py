@@ -12,11 +12,11 @@ from jax.core import Tracer, eval_jaxpr
 from jax.extend.core import Jaxpr
 
 from ..chain import is_float
-from ..weights import CallKeys, Wire
+from ..weights import CallKeys, Scaling, Wire
 from ._codes import Coded, coded, moving
 from ._copies import OnCopies
 from ._exchange import Exchange, exchanged, scattered
-from ._made import keys_of_call, wires_of_call
+from ._made import keys_of_call, scaling_of_call, wires_of_call
 from ._movement import form_in_use, kept_whole, own_part
 from ._nodes import Rebuild, is_array, is_dynamic
 from ._path import path_of
@@ -101,6 +101,7 @@ class Traced(NamedTuple):
         finish: a function of the program's outputs. It writes to variables and attributes what the unit's code wrote,
             and returns the result of the call.
         keys: for each weight, the keys of stochastic rounding of this call; `None` for weights without any.
+        scaling: for each weight, how its products are scaled by amaxes of earlier steps; `None` if they are not.
         wires: the codes that the step has made of the weights. A member of a wire is named `(number,)`, after its
             weight.
     """
@@ -111,6 +112,7 @@ class Traced(NamedTuple):
     names: tuple[str, ...]
     finish: Rebuild
     keys: list[CallKeys | None]
+    scaling: list[Scaling | None]
     wires: tuple[Wire, ...]
 
 
@@ -132,7 +134,7 @@ def traced(
 
     Raises:
         ValueError: if the call writes a weight that the recipe in scope quantizes, if that recipe asks for something
-            that sharded models do not support, or for the same reasons as `placement_of`.
+            that sharded models do not support, or for the same reasons as `placement_of` and `scaling_of_call`.
     """
     call = OnCopies(method, unit, args, kwargs, given)
     arrays = [i for i, value in enumerate(call.values) if is_dynamic(value)]
@@ -166,6 +168,7 @@ def traced(
         tuple(".".join(path_of(owner)) for owner in owners),
         functools.partial(effects.repeat, stored=stored_part),
         [keys_of_call(owner) for owner in owners],
+        list(map(scaling_of_call, owners, formats)),
         wires_of_call(owners, formats),
     )
 

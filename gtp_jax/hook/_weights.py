@@ -36,17 +36,20 @@ class Weights:
     exchanged: tuple[Exchange | None, ...]
     casts: tuple[np.dtype | None, ...]
 
-    def encode(self, shards: Sequence[Any], made: Sequence[Wire]) -> tuple[Wire, ...]:
+    def encode(
+        self, shards: Sequence[Any], made: Sequence[Wire], amaxes: Sequence[jax.Array | None]
+    ) -> tuple[Wire, ...]:
         """Returns the codes of all quantized weights, as wires: the codes that the step has made, and new codes of the
         weights for which it has made none.
 
         Args:
             shards: the shards of the weights.
             made: the codes that the step has made, as wires. A member of a wire is named `(number,)`, after its weight.
+            amaxes: the amax that sets the scale of each weight; `None` for a weight that is scaled by its own.
         """
         done = {number for wire in made for (number,) in wire.members}
         left = [None if number in done else own for number, own in enumerate(self.coded)]
-        return (*made, *encode(shards, left, self._dtypes(shards)))
+        return (*made, *encode(shards, left, self._dtypes(shards), amaxes))
 
     def sent(self, shards: Sequence[Any]) -> list[jax.Array]:
         """Returns the shards of the weights that are not quantized, in the dtypes in which they are gathered. A barrier
@@ -107,7 +110,9 @@ class Weights:
         return [np.dtype(s.dtype) if own is None else own for s, own in zip(shards, self.casts, strict=True)]
 
 
-def gather_once(weights: Weights, shards: Sequence[Any], made: Sequence[Wire]) -> list[jax.Array]:
+def gather_once(
+    weights: Weights, shards: Sequence[Any], made: Sequence[Wire], amaxes: Sequence[jax.Array | None]
+) -> list[jax.Array]:
     """Returns gathered weights. Backward does not gather them again, unless a `jax.checkpoint` around the call
     recomputes them. Backward reduces their gradients to the gradients of the shards.
 
@@ -115,6 +120,7 @@ def gather_once(weights: Weights, shards: Sequence[Any], made: Sequence[Wire]) -
         weights: how the weights are gathered, and how their gradients are reduced.
         shards: the shards of the weights.
         made: as in `Weights.encode`.
+        amaxes: as in `Weights.encode`.
     """
 
     dtypes = [shard.dtype for shard in shards]
@@ -131,5 +137,5 @@ def gather_once(weights: Weights, shards: Sequence[Any], made: Sequence[Wire]) -
         return [found[i].astype(dtype) for i, dtype in enumerate(dtypes)], None
 
     apply.defvjp(forward, backward)
-    codes, tree = jax.tree.flatten(weights.encode(shards, made))
+    codes, tree = jax.tree.flatten(weights.encode(shards, made, amaxes))
     return apply(list(shards), codes)

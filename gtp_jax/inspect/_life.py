@@ -214,7 +214,8 @@ def _sharded_life(weight: ShardedWeight) -> WeightLife:
         own = coded.wire if isinstance(coded.wire, Format) else None
         amax = ", one amax reduced over all shards" if own is not None and own.has_amax else ""
         amax = ", one amax for each tile, reduced over all shards" if isinstance(coded.wire, Tiled) else amax
-        once = "once per step, or once per call under `use_recipe`"
+        amax = ", scaled by the amaxes of earlier steps" if coded.is_delayed else amax
+        once = "once per step" + ("" if coded.is_delayed else ", or once per call under `use_recipe`")
         ready = LifeState("prepared", once, f"{coded.wire.name} codes{amax}", _name(hook.quantized))
         kind = f"a wire of {coded.wire.name}" if own is None else Packed.__name__
         sent = LifeState("on the wire", when, f"{kind}: {share} of {coded.wire.name}", _name(hook.Weights.encode))

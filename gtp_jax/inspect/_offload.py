@@ -19,7 +19,7 @@ from jax.sharding import AbstractDevice, PartitionSpec
 from ..chain import OFFLOADED, Moved, offloads_recorded
 from ..experts import MoE
 from ..hlo import CHIPS, fact, quantity
-from ..hook import OffloadingUnit, offloading_units
+from ..hook import OffloadingUnit, offloading_units, to_trace
 from ..mesh import axes_of, degree, degrees, platform
 from ..nn import TRACED_AS, Attention, Stack, weight_owners
 
@@ -89,7 +89,7 @@ def offload_facts(model: nnx.Module, call: Callable[[Any], Any]) -> tuple[Offloa
     stacks: dict[str, Stack] = {}
 
     def outputs(params: Any, rest: Any) -> list[Any]:
-        own = nnx.merge(graph, params, rest)
+        own = to_trace(nnx.merge(graph, params, rest))
         for path, module in nnx.iter_modules(own):
             if isinstance(module, Stack):
                 name = ".".join(map(str, path)) or "the model"

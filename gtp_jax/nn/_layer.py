@@ -16,6 +16,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from ..formats import QuantizedArray
+from ..hook import with_maxima, without_maxima
 from ..layout import Layout, is_padded
 from ..mesh import (
     Roles,
@@ -34,7 +35,6 @@ from ..variables import Leaf, is_variable, leaves_of, padded_by_state, raw_value
 from ..weights import Beside, Gathered, Holds, Scaling, Stored, codes_specs, forget_after, on_ranks, ranks_spec
 from ._attributes import attributes_of, refuse_set_attributes
 from ._cache import Cache
-from ._maxima import with_maxima, without_maxima
 from ._shared import SharedInputs
 
 

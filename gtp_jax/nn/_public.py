@@ -32,7 +32,6 @@ from ._layer import partition_of as partition_of
 from ._linear_loss import linear_cross_entropy as linear_cross_entropy
 from ._lora import lora as lora
 from ._loss import cross_entropy as cross_entropy
-from ._maxima import maximum_gradient as maximum_gradient
 from ._mlp import MLP as MLP
 from ._model_def import ModelDef as ModelDef
 from ._model_def import Split as Split

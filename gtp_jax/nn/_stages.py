@@ -13,6 +13,7 @@ from flax import nnx
 
 from ..chain import OFFLOADED, Outputs, Remat, Schedule, Stage, is_float, run, with_remat
 from ..collectives import Turn, replica_axes, sum_over_replicas, use_turn
+from ..hook import with_maxima, without_maxima
 from ..mesh import current_view
 from ..ops import slotted
 from ..variables import leaves_of
@@ -41,7 +42,6 @@ from ..weights import (
 )
 from ._attributes import attributes_of, refuse_set_attributes
 from ._layer_template import Arrays, LayerTemplate, layer_taken_apart
-from ._maxima import with_maxima, without_maxima
 from ._outputs import outputs_of, write
 from ._owners import weight_owners
 from ._quantized import quantized_in_scope

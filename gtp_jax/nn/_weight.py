@@ -314,7 +314,7 @@ class Weight(abc.ABC):
         if self.operands.delayed is not None:
             scaling = self.scaling
             assert scaling is not None, "delayed scaling without a state"
-            return linear_fp8_delayed(x, weight, scaling.amaxes[::2], scaling.slot, self.operands.gradient)
+            return linear_fp8_delayed(x, weight, scaling.amaxes, scaling.slot, self.operands.gradient)
         if self.operands.weight.block is None:
             return linear_fp8(x, weight, self.operands.gradient, keep_codes=self.operands.keep_codes)
         if isinstance(self.group.wire, Tiled):

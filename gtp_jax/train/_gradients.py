@@ -34,7 +34,7 @@ from ._needs import numbered
 from ._on_ranks import over_all_ranks, over_mesh
 from ._request import Request
 from ._rows import check_arrays, check_filled, check_parts, check_rows
-from ._scaling import amaxes_in_use, check_scaling, over_ranks, scaling_of, slots_of
+from ._scaling import amaxes_in_use, over_ranks, scaling_of, slots_of
 from ._state import TrainState, constrained
 from ._state_form import check_form_kept
 from ._uncast import uncast
@@ -329,8 +329,7 @@ def _model_of(request: Request, state: TrainState, *, whole_gradients: bool = Fa
     model_def = state.model_def
     model = model_def.model(state.params, state.model_state, state.frozen)
     groups = groups_of(model, request.recipe)
-    check_scaling(state.scaling, groups)
-    amaxes = amaxes_in_use(state.scaling, groups)
+    amaxes = amaxes_in_use(state.scaling, model, request.recipe)
 
     def plain_model(params: Tree, model_state: Tree, dropout: jax.Array | None) -> Any:
         model = model_def.model(params, model_state, state.frozen)
@@ -343,19 +342,20 @@ def _model_of(request: Request, state: TrainState, *, whole_gradients: bool = Fa
     stored = lax.stop_gradient(shards_of(model))
     of_weights = {path: own[..., 1] for path, own in amaxes.items()}
     prepared = prepare(groups, stored, request.pregathered_layers, request.rounded, of_weights)
-    codes = quantized(model)  # the codes of the weights that `gtp_jax.shard` has sharded
+    codes = quantized(model, of_weights)  # the codes of the weights that `gtp_jax.shard` has sharded
     decided = {at: group.of_shards for at, group in groups.items()} if whole_gradients else groups
 
     def make(params: Tree, model_state: Tree, key: jax.Array | None, dropout: jax.Array | None, slots: Tree) -> Any:
         keys = None if key is None else keys_of(key, groups)
         model = plain_model(params, model_state, dropout)
-        model = with_made(model, codes, key)
+        scaling = scaling_of(amaxes, slots)
+        model = with_made(model, codes, key, scaling)
         return with_groups(
             model,
             decided,
             prepared,
             keys,
-            scaling=scaling_of(amaxes, slots),
+            scaling=scaling,
             placeholders=whole_gradients,
             rounded=request.rounded,
         )

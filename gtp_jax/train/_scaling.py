@@ -4,22 +4,23 @@ An amax is the largest magnitude in a tensor. With delayed scaling, as in Transf
 follows from the amaxes of earlier steps instead of the operand's own.
 
 [Note: delayed scaling]
-`TrainState.scaling` holds two arrays for each module that a recipe with delayed scaling (`FP8Delayed`) quantizes: the
-amaxes of earlier steps, and the amaxes that set the scales of the next step. The amaxes of a step are maxima over its
-calls, microbatches and ranks:
+`TrainState.scaling` holds two arrays for each module that a recipe with delayed scaling (`FP8Delayed`) quantizes, or,
+of what `gtp_jax.shard` has sharded, for each weight: the amaxes of earlier steps, and the amaxes that set the scales of
+the next step. In this file, a module may also be such a weight. The amaxes of a step are maxima over its calls,
+microbatches and ranks:
 
 - The amax of a weight is that of its master copy. The update reduces the amaxes of all weights over the ranks as one
   vector.
 - The amaxes of a module's input and of the gradient of its output are found in backward. Each module has a slot: an
   array of zeros, whose gradient is defined to be these amaxes. If a module is called several times, JAX combines the
-  gradients of its slot by their maximum instead of their sum (`nn.maximum_gradient`). Microbatches are combined by
+  gradients of its slot by their maximum instead of their sum (`hook.maximum_gradient`). Microbatches are combined by
   their maximum too. The ranks then reduce one vector per step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,10 +31,12 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Float32
 
 from ..formats import DelayedScaling, Operands
+from ..hook import Coded, delayed, maximum_gradient, recipe_of_step
+from ..layout import Layout
 from ..mesh import current_roles, current_view, degrees
-from ..nn import groups_of, maximum_gradient, shards_of
+from ..nn import groups_of, shards_of
 from ..recipes import Recipe
-from ..weights import Groups, ModulePath, Scaling, amaxes_of_weights, ranks_spec
+from ..weights import ModulePath, Scaling, amaxes_of_weights
 
 # Two float32 arrays for each module, by its path with names joined by dots. "history", `(*layers, 3, steps)`, has the
 # amaxes of input, weight and gradient in earlier steps: the last entry is the newest, and the first is always 0.
@@ -52,33 +55,40 @@ def first_scaling(model: nnx.Module, recipe: Recipe | None) -> ScalingState:
     if recipe is None or not recipe.delays:
         return {}
     found, shards = {}, shards_of(model)
-    for path, (layers, operands, delayed) in _delayed(groups_of(model, recipe)).items():
-        lead = () if layers is None else (layers,)
-        shape = shards[path][0].shape
-        if len(shape) != len(lead) + 2:
+    for path, own in _scaled(model, recipe).items():
+        lead = () if own.layers is None else (own.layers,)
+        shape = shards[path][0].shape if path in shards else None
+        if shape is not None and len(shape) != len(lead) + 2:
             raise ValueError(
                 f"the recipe scales {_name(path)} by amaxes of earlier steps, but its weight has shape {shape}, with "
                 "more dimensions than the weight of one layer. Stack layers with `gtp_jax.Stack`, or use "
                 "`gtp_jax.FP8(matmuls=True)`, which scales each operand by its own amax."
             )
-        history = np.zeros((*lead, 3, delayed.history), np.float32)
-        found[_name(path)] = {"history": history, "amax": np.broadcast_to(_largest(operands), (*lead, 3))}
+        history = np.zeros((*lead, 3, own.delayed.history), np.float32)
+        found[_name(path)] = {"history": history, "amax": np.broadcast_to(own.largest, (*lead, 3))}
     return found
 
 
-def check_scaling(scaling: ScalingState, groups: Groups) -> None:
-    """Refuses a state without the scaling that a recipe needs.
+def amaxes_in_use(scaling: ScalingState, model: nnx.Module, recipe: Recipe | None) -> dict[ModulePath, jax.Array]:
+    """Returns the amaxes that set the scales of a step, float32 `(*layers, 3)`, for each module with delayed scaling,
+    by path.
+
+    In local view, the amaxes of gradients are multiplied by the number of ranks that count the same loss (`_copies`),
+    because the gradients there are larger by that factor.
 
     Args:
         scaling: the scaling of the state.
-        groups: the weight groups of the model under the recipe.
+        model: the model.
+        recipe: the recipe of this step.
 
     Raises:
-        ValueError: if the scaling of a module is missing, or has a history of another length; the message names the
-            module.
+        ValueError: if the scaling of a module is missing, or has a history of another length; or if in local view
+            several ranks count the same loss, and there is a weight that `gtp_jax.shard` has sharded, because only code
+            around it says how much of its gradient each of them has. The message names the module.
     """
-    for path, (_, _, delayed) in _delayed(groups).items():
-        name, steps = _name(path), delayed.history
+    scaled, copies = _scaled(model, recipe), _copies()
+    for path, one in scaled.items():
+        name, steps = _name(path), one.delayed.history
         own = scaling.get(name)
         if own is None or own["history"].shape[-1] != steps:
             has = "nothing" if own is None else f"a history of {own['history'].shape[-1]} steps"
@@ -87,35 +97,19 @@ def check_scaling(scaling: ScalingState, groups: Groups) -> None:
                 f"has {has} for it. Make the state with the step's recipe: "
                 "`gtp_jax.TrainState.create(model, optimizer, recipe=recipe)`."
             )
-
-
-def amaxes_in_use(scaling: ScalingState, groups: Groups) -> dict[ModulePath, jax.Array]:
-    """Returns the amaxes that set the scales of a step, float32 `(*layers, 3)`, for each module with delayed scaling,
-    by path.
-
-    In local view, the amaxes of gradients are multiplied by the number of ranks that count the same loss (`_copies`),
-    because the gradients there are larger by that factor.
-    """
-    copies = np.array([1, 1, _copies()], np.float32)
-    return {path: scaling[_name(path)]["amax"] * copies for path in _delayed(groups)}
+        if one.sharded and copies > 1:
+            raise ValueError(
+                f"the recipe scales {name}, a weight that `gtp_jax.shard` has sharded, by amaxes of earlier steps, but "
+                f"in local view {copies} ranks compute with the same examples, so the amax of its gradient depends on "
+                "code around it. Use `view='global'`, or `gtp_jax.FP8(matmuls=True)`."
+            )
+    factors = np.array([1, 1, copies], np.float32)
+    return {path: scaling[_name(path)]["amax"] * factors for path in scaled}
 
 
 def slots_of(amaxes: Mapping[ModulePath, jax.Array]) -> dict[ModulePath, jax.Array]:
-    """Returns the slots of modules: zeros whose gradients are amaxes; see [Note: delayed scaling].
-
-    In local view, or without a mesh, a slot is `(*layers, 2)`: one zero for this rank's amax of the input, and one for
-    that of the gradient of the output. In global view, it is `(*layers, ranks * 2)`, with the zeros of all ranks,
-    sharded by `ranks_spec`.
-    """
-    ranks = jax.sharding.get_abstract_mesh().size if current_view() == "global" else 1
-
-    def slot(amax: jax.Array) -> jax.Array:
-        zeros = jnp.zeros((*amax.shape[:-1], 2 * ranks), jnp.float32)
-        if current_view() != "global":
-            return zeros
-        return lax.with_sharding_constraint(zeros, ranks_spec(stacked=amax.ndim > 1))
-
-    return {path: slot(amax) for path, amax in amaxes.items()}
+    """Returns the slots of modules: zeros whose gradients are amaxes; see [Note: delayed scaling]."""
+    return {path: Scaling.slot_for(amax) for path, amax in amaxes.items()}
 
 
 def scaling_of(
@@ -163,10 +157,9 @@ def amaxes_of_step(
     """
     if not found:
         return {}
-    groups = groups_of(model, recipe)
-    weights = amaxes_of_weights(
-        {path: group.layouts for (path, _), group in groups.items() if path in found}, shards_of(model)
-    )
+    stored = {path: (form.to_matrix(array),) for path, (form, array) in _sharded(model, recipe).items()}
+    layouts = {path: own.layouts for path, own in _scaled(model, recipe).items()}
+    weights = amaxes_of_weights(layouts, {**shards_of(model), **stored})
     return {path: jnp.stack([own[..., 0], weights[path], own[..., 1]], axis=-1) for path, own in found.items()}
 
 
@@ -184,9 +177,9 @@ def updated_scaling(
     if not now:
         return scaling
     after = dict(scaling)
-    for path, (_, operands, delayed) in _delayed(groups_of(model, recipe)).items():
+    for path, one in _scaled(model, recipe).items():
         own = scaling[_name(path)]
-        history, amax = next_amaxes(own["history"], own["amax"], now[path], delayed, _largest(operands))
+        history, amax = next_amaxes(own["history"], own["amax"], now[path], one.delayed, one.largest)
         after[_name(path)] = {"history": history, "amax": amax}
     return after
 
@@ -231,22 +224,57 @@ def _copies() -> int:
     return degrees(tuple(axis for axis in names if axis not in batch))
 
 
-def _delayed(groups: Groups) -> dict[ModulePath, tuple[int | None, Operands, DelayedScaling]]:
-    """Returns, for each module with delayed scaling, by path: its number of layers (`None` outside a `Stack`), the
-    formats of its operands, and how their scales follow from earlier steps."""
+class _Scaled(NamedTuple):
+    """A module with delayed scaling.
+
+    Attributes:
+        operands: the formats of its operands.
+        layouts: the layouts of its kernels.
+        layers: its number of layers; `None` outside a `Stack`.
+        sharded: whether it is a weight that `gtp_jax.shard` has sharded.
+    """
+
+    operands: Operands
+    layouts: Sequence[Layout]
+    layers: int | None
+    sharded: bool
+
+    @property
+    def delayed(self) -> DelayedScaling:
+        """How its scales follow from earlier steps."""
+        assert self.operands.delayed is not None
+        return self.operands.delayed
+
+    @property
+    def largest(self) -> np.ndarray:
+        """The largest number of each of three formats: that of the input, of the weight and of the gradient."""
+        each = self.operands.activation, self.operands.weight, self.operands.gradient
+        return np.array([one.largest for one in each], np.float32)
+
+
+def _scaled(model: nnx.Module, recipe: Recipe | None) -> dict[ModulePath, _Scaled]:
+    """Returns the modules that a recipe scales by amaxes of earlier steps, by path."""
+    if recipe is None or not recipe.delays:
+        return {}
+    found: dict[ModulePath, _Scaled] = {}
+    groups = groups_of(model, recipe)
     lengths: dict[ModulePath, int] = {}
     for path, layers in groups:
         lengths[path] = max(lengths.get(path, 0), layers.stop)
-    return {
-        path: (None if layers.stack is None else lengths[path], group.operands, group.delayed)
-        for (path, layers), group in groups.items()
-        if group.operands is not None and group.delayed is not None
-    }
+    for (path, layers), group in groups.items():
+        if group.operands is not None and group.delayed is not None:
+            length = None if layers.stack is None else lengths[path]
+            found[path] = _Scaled(group.operands, group.layouts, length, sharded=False)
+    for path, (form, _) in _sharded(model, recipe).items():
+        assert form.operands is not None
+        found[path] = _Scaled(form.operands, (form.layout,), None, sharded=True)
+    return found
 
 
-def _largest(operands: Operands) -> np.ndarray:
-    """Returns the largest number of each of three formats: that of the input, of the weight and of the gradient."""
-    return np.array([one.largest for one in (operands.activation, operands.weight, operands.gradient)], np.float32)
+def _sharded(model: nnx.Module, recipe: Recipe | None) -> dict[ModulePath, tuple[Coded, Any]]:
+    """Returns the weights with delayed scaling that `gtp_jax.shard` has sharded; see `hook.delayed`."""
+    with recipe_of_step(recipe):
+        return delayed(model)
 
 
 def _of_each_rank(own: jax.Array) -> jax.Array:

@@ -60,10 +60,10 @@ class TrainState:
         frozen: a nested dict of the weights that `gtp_jax.nn.freeze` made constant, and of the seeds of adapters'
             dropout; no step changes them.
         scaling: for a recipe with delayed scaling, two float32 arrays for each module that multiplies in its formats,
-            by the module's path with names joined by dots. `history`, `(*layers, 3, steps)`, has the amaxes (largest
-            magnitudes) of input, weight and gradient in earlier steps. `amax`, `(*layers, 3)`, sets the scales of the
-            next step: a scale is the largest number of the format divided by `amax`. Replicated on all devices. Empty
-            for other recipes.
+            by the module's path with names joined by dots; of what `gtp_jax.shard` has sharded, for each weight, by the
+            weight's path. `history`, `(*layers, 3, steps)`, has the amaxes (largest magnitudes) of input, weight and
+            gradient in earlier steps. `amax`, `(*layers, 3)`, sets the scales of the next step: a scale is the largest
+            number of the format divided by `amax`. Replicated on all devices. Empty for other recipes.
     """
 
     params: dict[str, Any]

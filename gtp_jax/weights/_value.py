@@ -11,10 +11,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.sharding import PartitionSpec
 
 from ..layout import Layout
-from ..mesh import stacked_spec
+from ..mesh import current_view, stacked_spec
 from ._group import WeightGroup
 from ._ranks import ranks_spec
 from ._resolve import Layers
@@ -50,6 +52,15 @@ class Scaling:
     def of_weight(self) -> jax.Array:
         """The amax that sets the scale of the weight, float32 `(*stack,)`."""
         return self.amaxes[..., 1]
+
+    @staticmethod
+    def slot_for(amaxes: jax.Array) -> jax.Array:
+        """Returns zeros as the slot that goes with `amaxes`. In local view, or without a mesh, it has one zero for this
+        rank's amax of the input, and one for that of the gradient; in global view, it has those of all ranks."""
+        in_global = current_view() == "global"
+        ranks = jax.sharding.get_abstract_mesh().size if in_global else 1
+        zeros = jnp.zeros((*amaxes.shape[:-1], 2 * ranks), jnp.float32)
+        return lax.with_sharding_constraint(zeros, ranks_spec(stacked=amaxes.ndim > 1)) if in_global else zeros
 
     @staticmethod
     def specs(*, stacked: bool = False) -> Scaling:

@@ -67,7 +67,6 @@ REFUSED = {
         gtp.FP8(matmuls=True, attention=True),
         "`gtp_jax.Attention` `gtp_jax.nn.CrossAttention` attention=False",
     ),
-    "delayed scaling": (gtp.recipes.FP8Delayed(), "`FP8Delayed` gtp_jax.FP8(matmuls=True)"),
 }
 
 
@@ -78,9 +77,8 @@ def test_what_sharded_models_do_not_support_is_refused(name):
         model = of_drawn_arrays()
         with pytest.raises(ValueError, match=naming(message)):
             gtp.explain(model, recipe)
-        if name != "delayed scaling":
-            with pytest.raises(ValueError, match=naming(message)), gtp.use_recipe(recipe):
-                model(tokens())
+        with pytest.raises(ValueError, match=naming(message)), gtp.use_recipe(recipe):
+            model(tokens())
         with pytest.raises(ValueError, match=naming(message)):
             state = gtp.TrainState.create(model, optax.sgd(0.1), recipe=recipe)
             gtp.train_step(loss, optax.sgd(0.1), recipe=recipe)(state, tokens())

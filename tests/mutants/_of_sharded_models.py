@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from .mutant import Mutant
 
+_DELAYED = (
+    "tests/recipes/test_fp8_delayed.py::test_a_sharded_model_of_stock_layers_has_the_history_and_losses_of_own_layers"
+)
+
 MUTANTS = (
     Mutant(
         "a loss reads a rank's shard",
@@ -106,6 +110,30 @@ MUTANTS = (
         "return None if made is None else made.of(original_array(variable.get_raw_value()))",
         "return None if made is None else made.of(made._stored.shard)",
         ("tests/hook/test_quantized_once.py::test_weights_that_a_loss_has_replaced_are_quantized_anew",),
+    ),
+    Mutant(
+        "an amax of a product that ranks repeat is that of a rank's share of the gradient",
+        "shares = jax.sharding.get_abstract_mesh().size // degrees(parted) if in_global else 1",
+        "shares = 1",
+        (_DELAYED,),
+    ),
+    Mutant(
+        "a sharded weight is multiplied with the scale of its own amax",
+        "codes, of_weight = fp8_codes_and_slot(weight, amaxes[1])",
+        "codes, of_weight = fp8_codes_and_slot(weight)",
+        (_DELAYED,),
+    ),
+    Mutant(
+        "codes of a sharded weight have the scale of its own amax",
+        "given[name] = amaxes[path]",
+        "pass",
+        (_DELAYED,),
+    ),
+    Mutant(
+        "layers that a scan takes from a stacked weight share a scale",
+        'if placement.ndim < variable.get_metadata()["placement"].ndim:',
+        "if False:",
+        ("tests/recipes/test_fp8_delayed.py::test_what_cannot_be_scaled_by_earlier_steps_is_refused_by_name",),
     ),
     Mutant(
         "gradients of a block's weights are not summed in local view",

@@ -64,15 +64,24 @@ def batch(number):
 
 
 def trained(degrees, make=Model, *, recipe=RECIPE, rate=1e-4, steps=STEPS, **options):
-    """The scaling after some steps, on a mesh of these degrees."""
-    count = int(np.prod(list(degrees.values())))
-    with jax.set_mesh(gtp.make_mesh(**degrees, devices=jax.devices()[:count])):
+    """The scaling after some steps, on a mesh of these degrees, and the losses."""
+    with scope(**degrees):
         optimizer = optax.sgd(rate)
         state = gtp.TrainState.create(placed(make), optimizer, recipe=recipe)
-        step = gtp.train_step(loss, optimizer, recipe=recipe, **options)
-        for number in range(steps):
-            state, _ = step(state, batch(number))
-        return jax.tree.map(np.asarray, state.scaling)
+        state, losses = continued(state, optimizer, range(steps), recipe=recipe, **options)
+        return jax.tree.map(np.asarray, state.scaling), losses
+
+
+def scope(**degrees):
+    return jax.set_mesh(gtp.make_mesh(**degrees, devices=jax.devices()[: int(np.prod(list(degrees.values())))]))
+
+
+def continued(state, optimizer, numbers, **options):
+    step, losses = gtp.train_step(loss, optimizer, **options), []
+    for number in numbers:
+        state, metrics = step(state, batch(number))
+        losses.append(float(metrics["loss"]))
+    return state, losses
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +90,75 @@ def on_one_device():
         return trained({"gtp": 1})
 
 
+class StockBlock(nnx.Module):
+    """A `Block` of Flax's layers, with its kernels."""
+
+    def __init__(self, up, down, rngs):
+        options = dict(use_bias=False, dtype=jnp.float64, rngs=rngs)
+        split = lambda *names: nnx.with_partitioning(nnx.initializers.zeros, names)  # noqa: E731
+        self.up = nnx.Linear(32, 64, kernel_init=split(None, "tp"), **options)
+        self.down = nnx.Linear(32, 32, kernel_init=split("tp", None), **options)
+        self.up.kernel.set_value(jnp.concatenate([up["a"], up["b"]], -1))
+        self.down.kernel.set_value(down)
+
+    def __call__(self, x):
+        a, b = jnp.split(self.up(x), 2, -1)
+        return x + self.down(a * b)
+
+
+class Within(nnx.Module):
+    """Calls a block that the model around it holds too."""
+
+    def __init__(self, block):
+        self.block = block
+
+    def __call__(self, x, times):
+        for _ in range(times):
+            x = self.block(x)
+        return x
+
+
+class Stock(nnx.Module):
+    """A `Model` of Flax's layers, with the same kernels. Some calls of the last block are made by another block."""
+
+    def __init__(self, rngs, again=lambda block, x: block(block(x)), within=0):
+        own = Model(rngs)
+        kernels = [jax.tree.map(lambda a, i=i: a[i], _kernels(own.blocks.layers)) for i in range(2)]
+        self.blocks = nnx.List([StockBlock(*one, rngs) for one in kernels])
+        self.twice = StockBlock(*_kernels(own.twice), rngs)
+        self.sharing = Within(self.twice) if within else None
+        self.again, self.within = again, within
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        if self.sharing is None:
+            return self.again(self.twice, x)
+        return self.sharing(self.twice(x) if self.within == 1 else x, self.within)
+
+
+def _kernels(block):
+    return {name: kernel[...] for name, kernel in block.up.kernel.items()}, block.down.kernel[...]
+
+
+def sharded(remat="matmuls", **options):
+    return lambda rngs: gtp.shard(Stock(rngs, **options), (StockBlock, Within), min_size=64, remat=remat)
+
+
+def by_module(trained):
+    """Returns the scaling of a `Stock` under the names of a `Model`, and the losses."""
+    (scaling, losses), found = trained, {}
+    for name in ("up", "down"):
+        layers = [scaling[f"blocks.{i}.{name}.kernel"] for i in range(2)]
+        found[f"blocks.layers.{name}"] = jax.tree.map(lambda *own: np.stack(own), *layers)
+        (path,) = (path for path in scaling if path.endswith(f"{name}.kernel") and not path.startswith("blocks"))
+        found[f"twice.{name}"] = scaling[path]
+    return found, losses
+
+
 def assert_same(found, wanted):
+    (found, losses), (wanted, wanted_losses) = found, wanted
+    np.testing.assert_allclose(losses, wanted_losses[-len(losses) :], rtol=1e-6)
     assert found.keys() == wanted.keys()
     for name, own in wanted.items():
         assert np.all(own["history"][..., 1:] > 0), name
@@ -126,9 +203,59 @@ def test_the_history_is_that_of_one_device_bit_for_bit(way, on_one_device, x64):
     assert_same(trained(degrees, lambda rngs: Model(rngs, **model), **options), on_one_device)
 
 
+def mapped(block, x):
+    """Two calls for each example."""
+    return jax.vmap(lambda x: block(block(x)))(x)
+
+
+def chosen(block, x):
+    """Two calls in a branch."""
+    return jax.lax.cond(x[0, 0, 0] < 9, lambda x: block(block(x)), lambda x: x, x)
+
+
+STOCK = {
+    "one device": ({"gtp": 1}, {}, {}),
+    "dp 2, gtp 2, tp 2": ({"dp": 2, "gtp": 2, "tp": 2}, {}, {}),
+    "more ranks than examples": ({"gtp": 8}, {}, {"microbatches": 2}),
+    "gradients over dp last, a block that two blocks share": (
+        {"gtp": 2, "dp": 2},
+        {"within": 1},
+        {"view": "local", "microbatches": 2, "reduce_over_dp": "last"},
+    ),
+    "two calls within one": ({"gtp": 2}, {"within": 2}, {}),
+    "everything recomputed": ({"gtp": 2}, {"remat": "nothing"}, {}),
+    "nothing recomputed": ({"gtp": 2, "tp": 2}, {"remat": "everything"}, {}),
+    "calls in a loop": ({"gtp": 2}, {"again": looped}, {}),
+    "calls through nnx.jit": ({"gtp": 2}, {"again": jitted}, {"microbatches": 2}),
+    "calls through nnx.remat": ({"gtp": 2}, {"again": recomputed}, {}),
+    "calls for each example": ({"gtp": 2}, {"again": mapped}, {}),
+    "calls in a branch": ({"gtp": 2}, {"again": chosen}, {}),
+}
+
+
+USUAL = ["more ranks than examples", "two calls within one", "calls through nnx.remat"]
+
+
+@pytest.mark.parametrize("way", others_full(STOCK, USUAL))
+def test_a_sharded_model_of_stock_layers_has_the_history_and_losses_of_own_layers(way, on_one_device, x64):
+    degrees, model, options = STOCK[way]
+    assert_same(by_module(trained(degrees, sharded(**model), **options)), on_one_device)
+
+
+def test_a_sharded_model_goes_on_on_another_mesh_as_if_never_stopped(on_one_device, tmp_path, x64):
+    make, optimizer = sharded(), optax.sgd(1e-4)
+    with scope(gtp=2), Checkpoints(tmp_path) as checkpoints:
+        state = gtp.TrainState.create(placed(make), optimizer, recipe=RECIPE)
+        checkpoints.save(2, continued(state, optimizer, range(2), recipe=RECIPE)[0])
+    with scope(dp=2, gtp=2, tp=2), Checkpoints(tmp_path, read_only=True) as checkpoints:
+        like = gtp.TrainState.create(gtp.nn.abstract_model(make), optimizer, recipe=RECIPE)
+        state, losses = continued(checkpoints.restore(like)[0], optimizer, range(2, STEPS), recipe=RECIPE)
+        assert_same(by_module((jax.tree.map(np.asarray, state.scaling), losses)), on_one_device)
+
+
 def test_layers_in_high_precision_have_no_amaxes_of_activations(x64):
     ends = gtp.recipes.FP8Delayed(history=2, exclude=("twice",), high_precision_first=1)
-    found = trained({"gtp": 2}, recipe=ends, steps=1)
+    found, _ = trained({"gtp": 2}, recipe=ends, steps=1)
     assert found.keys() == {"blocks.layers.up", "blocks.layers.down"}
     for own in found.values():
         np.testing.assert_array_equal(own["history"][..., -1] > 0, [[False, True, False], [True, True, True]])
@@ -226,6 +353,27 @@ def test_each_step_scales_by_the_amaxes_of_the_steps_before_it_and_records_its_o
             kernels = {name: np.asarray(jnp.copy(state.params[name]["kernel"])) for name in "ab"}
 
 
+class StockPair(nnx.Module):
+    """A `Pair` of Flax's layers."""
+
+    def __init__(self, rngs):
+        self.a, self.b = (nnx.Linear(size, 24, use_bias=False, rngs=rngs) for size in (16, 24))
+
+    def __call__(self, x):
+        return self.b(self.b(self.a(x)))
+
+
+def stock_pair(rngs):
+    return gtp.shard(StockPair(rngs), nnx.Linear, min_size=16)
+
+
+def adapted_pair(rngs):
+    return gtp.nn.lora(stock_pair(rngs), 2, 4, rngs=nnx.Rngs(1))
+
+
+PAIRS = {"own": Pair, "stock": stock_pair}
+
+
 def start(make=Pair, recipe=RECIPE):
     return gtp.TrainState.create(placed(make), OPTIMIZER, recipe=recipe)
 
@@ -235,15 +383,13 @@ def pair_batch(c=1.0):
     return {"x": rng.normal(size=(8, 16)).astype(np.float32), "c": np.full((8, 24), c, np.float32)}
 
 
-def scope(**degrees):
-    return jax.set_mesh(gtp.make_mesh(**degrees, devices=jax.devices()[: int(np.prod(list(degrees.values())))]))
-
-
-@pytest.mark.parametrize("view", others_full(["global", "local"], ["global"]))
-def test_a_skipped_step_changes_no_scale(view):
+@pytest.mark.parametrize(
+    "layers, view", others_full([("own", "global"), ("own", "local"), ("stock", "global")], [("stock", "global")])
+)
+def test_a_skipped_step_changes_no_scale(layers, view):
     with scope(gtp=2):
         step = gtp.train_step(pair_loss, OPTIMIZER, recipe=RECIPE, view=view)
-        state, _ = step(start(), pair_batch())
+        state, _ = step(start(PAIRS[layers]), pair_batch())
         before = jax.tree.map(lambda a: np.asarray(jnp.copy(a)), state.scaling)
         state, metrics = step(state, pair_batch(np.nan))
         assert metrics["skipped"]
@@ -251,26 +397,51 @@ def test_a_skipped_step_changes_no_scale(view):
         jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, state.scaling), before)
         state, metrics = step(state, pair_batch(2.0))
         assert not metrics["skipped"]
-        assert np.any(np.asarray(state.scaling["a"]["history"]) != before["a"]["history"])
+        for name, own in state.scaling.items():
+            assert np.any(np.asarray(own["history"]) != before[name]["history"])
 
 
-def test_ranks_reduce_one_vector_for_weights_and_one_for_inputs_and_gradients():
+@pytest.mark.parametrize("layers", PAIRS)
+def test_ranks_reduce_one_vector_for_weights_and_one_for_inputs_and_gradients(layers):
     with scope(gtp=2, dp=2):
-        state, options = start(), {"view": "local", "microbatches": 2}
+        state, options = start(PAIRS[layers]), {"view": "local", "microbatches": 2}
         text = str(jax.make_jaxpr(gtp.train_step(pair_loss, OPTIMIZER, recipe=RECIPE, **options))(state, pair_batch()))
     assert text.count("pmax[") == 2
 
 
-def test_an_evaluation_uses_the_scales_of_the_state():
+@pytest.mark.parametrize("layers", others_full(PAIRS, ["stock"]))
+def test_an_evaluation_uses_the_scales_of_the_state(layers):
     with scope(gtp=2):
-        state = start()
+        state = start(PAIRS[layers])
         evaluate = gtp.eval_step(pair_loss, recipe=RECIPE)
         first = float(evaluate(state, pair_batch())["loss"])
         step = gtp.train_step(pair_loss, OPTIMIZER, recipe=RECIPE)
         _, metrics = step(state, pair_batch())
         assert float(metrics["loss"]) == first
-        other = jax.tree.map(lambda a: a * 0 + 0.5, start().scaling)  # saturates
-        assert float(evaluate(dataclasses.replace(start(), scaling=other), pair_batch())["loss"]) != first
+        state = start(PAIRS[layers])
+        other = dataclasses.replace(state, scaling=jax.tree.map(lambda a: a * 0 + 0.5, state.scaling))  # saturates
+        assert float(evaluate(other, pair_batch())["loss"]) != first
+
+
+def test_frozen_weights_beneath_adapters_have_amaxes_too():
+    def after(make):
+        return gtp.train_step(pair_loss, OPTIMIZER, recipe=RECIPE)(start(make), pair_batch())[0]
+
+    with scope(gtp=2):
+        wanted, state = after(stock_pair).scaling, after(adapted_pair)  # whose adapters begin as zeros
+        assert {"a", "b"} <= state.frozen.keys()
+        for name in "ab":
+            found = np.asarray(state.scaling[f"{name}.base.kernel"]["history"][:, -1])
+            assert np.all(found > 0)
+            np.testing.assert_allclose(found, wanted[f"{name}.kernel"]["history"][:, -1], rtol=1e-6)
+
+
+def test_explain_traces_calls_and_tells_what_sets_the_scales():
+    with scope(gtp=2):
+        model = gtp.nn.abstract_model(stock_pair)
+        found = gtp.explain(model, RECIPE, call=lambda model: model(jnp.ones((8, 16))))
+        assert [call.multiplied for call in found.calls] == [("a.kernel",), ("b.kernel",), ("b.kernel",)]
+        assert "scaled by the amaxes of earlier steps" in str(gtp.explain(model, RECIPE, path="a.kernel"))
 
 
 def test_histories_are_no_parameters_and_every_device_has_them():
@@ -316,6 +487,29 @@ def create(make, recipe=RECIPE, **degrees):
         return start(make, recipe)
 
 
+class Sliced(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.vmap(lambda rngs: nnx.Linear(16, 16, rngs=rngs))(rngs.split(3))
+
+    def __call__(self, x):
+        return nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.layers)
+
+
+def sliced(rngs):
+    return gtp.shard(Sliced(rngs), nnx.Linear, min_size=16)
+
+
+def stepped_stock(make=stock_pair, loss=pair_loss, view="global", **degrees):
+    with scope(**degrees):
+        gtp.train_step(loss, OPTIMIZER, recipe=RECIPE, view=view).lower(start(make), pair_batch())
+
+
+def of_another_model():
+    with scope(gtp=2):
+        other = start(stock_pair).model()
+    stepped_stock(loss=lambda model, batch: pair_loss(other, batch), gtp=2)
+
+
 def stepped(state_recipe, recipe):
     with scope(gtp=1):
         gtp.train_step(pair_loss, OPTIMIZER, recipe=recipe)(start(recipe=state_recipe), pair_batch())
@@ -324,11 +518,6 @@ def stepped(state_recipe, recipe):
 def taken(function, *args, **options):
     with scope(gtp=1):
         return function(pair_loss, start(), pair_batch(), *args, **options)
-
-
-def sharded():
-    with scope(gtp=2):
-        gtp.explain(gtp.shard(nnx.Linear(16, 16, rngs=nnx.Rngs(0)), blocks=nnx.Linear, min_size=1), RECIPE)
 
 
 LONGER = gtp.recipes.FP8Delayed(history=8, exclude=())
@@ -357,7 +546,15 @@ REFUSED = {
         lambda: create(lambda rngs: gtp.nn.freeze(Pair(rngs), RECIPE, trained=nnx.PathContains("b")), gtp=1),
         "a frozen `gtp_jax.FP8",
     ),
-    "a sharded model": (sharded, "`gtp_jax.FP8(matmuls=True)`"),
+    "slices of a stacked weight": (
+        lambda: stepped_stock(sliced, gtp=2),
+        "layers.kernel slice `gtp_jax.Stack` `gtp_jax.FP8(matmuls=True)`",
+    ),
+    "stock layers that ranks compute twice": (
+        lambda: stepped_stock(view="local", gtp=2, tp=2),
+        "a.kernel 2 ranks `view='global'` `gtp_jax.FP8(matmuls=True)`",
+    ),
+    "a model without a state": (of_another_model, "a.kernel `gtp_jax.hook.without_hook()`"),
     "replicas": (
         lambda: gtp.train_step(pair_loss, OPTIMIZER, recipe=RECIPE, view="local", replicas=object()),
         "FP8Delayed `replicas`",

@@ -52,15 +52,15 @@ def linear_fp8(
 
 
 def fp8_codes_and_slot(
-    weight: Float[jax.Array, "features_out features_in"] | SlottedWeight,
+    weight: Float[jax.Array, "features_out features_in"] | SlottedWeight, amax: jax.Array | None = None
 ) -> tuple[QuantizedArray, Float[jax.Array, "features_out features_in"]]:
-    """Returns the codes of a weight as `linear_fp8` multiplies them, and the array that receives its gradient. Values
-    are quantized here."""
+    """Returns the codes of a weight as products in FP8 multiply them, and the array that receives its gradient. Values
+    are quantized here, with the scale that `amax` sets, or, without one, with a power of two that fits the values."""
     codes, slot = weight if isinstance(weight, SlottedWeight) else (weight, weight)
     if not isinstance(codes, QuantizedArray):
         values = quantizable(lax.stop_gradient(codes))
-        codes = quantize(values, FP8_E4M3, amax=power_of_two_amax(multi_amax([values])[0], FP8_E4M3))
-        codes = depends_on(codes, slot)
+        amax = power_of_two_amax(multi_amax([values])[0], FP8_E4M3) if amax is None else lax.stop_gradient(amax)
+        codes = depends_on(quantize(values, FP8_E4M3, amax=amax), slot)
     return codes, slot
 
 

@@ -15,7 +15,7 @@ from ...mesh import supports_fp8_matmul
 from .._operand import rows_of, tensor_unit
 from .._quantize import multi_amax, quantize
 from .._slot import SlottedWeight, refuse_second_derivative
-from ._fp8 import fp8_product, fp8_transposed, fp8_values
+from ._fp8 import fp8_codes_and_slot, fp8_product, fp8_transposed, fp8_values
 
 # XLA makes calls of cuBLASLt from all products whose dimensions are at least this large. It may compute smaller ones by
 # kernels of its own (`xla_gpu_gemm_rewrite_size_threshold`).
@@ -24,8 +24,8 @@ _REWRITTEN = 128
 
 def linear_fp8_delayed(
     x: Float[jax.Array, "*rows features_in"],
-    weight: SlottedWeight,
-    amaxes: Float32[jax.Array, " 2"],
+    weight: Float[jax.Array, "features_out features_in"] | SlottedWeight,
+    amaxes: Float32[jax.Array, " 3"],
     slot: jax.Array,
     gradients: Format,
 ) -> Float[jax.Array, "*rows features_out"]:
@@ -37,9 +37,9 @@ def linear_fp8_delayed(
 
     Args:
         x: `(..., features_in)`, bfloat16, float16, float32, or float64, which is rounded to float32 first.
-        weight: the codes in which the weight `(features_out, features_in)` was sent (E4M3, row-wise), with the amax
-            that set their scale; and a slot for its gradient.
-        amaxes: the amaxes that set the scales of `x` and of the incoming gradient.
+        weight: `(features_out, features_in)`, of the same dtype. With a slot, it can also be the codes in which the
+            weight was sent (E4M3, row-wise), with the amax that set their scale.
+        amaxes: the amaxes that set the scales of `x`, of a weight that is not codes, and of the incoming gradient.
         slot: an array `(2,)` whose gradient is the amax of `x` and that of the incoming gradient, on this rank: their
             largest finite magnitudes. Its values are never read. Let it have a dtype in which the sum of two gradients
             is their maximum (Flax's `fm32`), so that two calls give the amaxes of both.
@@ -48,7 +48,8 @@ def linear_fp8_delayed(
     Returns:
         `(..., features_out)`, of the same dtype.
     """
-    return _linear(x, weight.values, weight.slot, amaxes, slot, gradients, weight.slot.dtype)
+    codes, of_weight = fp8_codes_and_slot(weight, amaxes[1])
+    return _linear(x, codes, of_weight, amaxes[::2], slot, gradients, of_weight.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
