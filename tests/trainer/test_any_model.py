@@ -37,7 +37,8 @@ RATE = optax.linear_schedule(3e-3, 1e-3, STEPS)
 
 def trainer(out: Path, data: Any = batches, **changes: Any) -> gtp.Trainer:
     options: Any = dict(steps=STEPS, save_every=2, eval_every=3, eval_data=list(batches())[:1], schedule=RATE)
-    options |= dict(mesh=gtp.make_mesh(gtp=2, devices=jax.devices()[:2]), evaluate=of_table)
+    recipe = gtp.recipes.FP8Delayed(history=3)  # whose amaxes are resumed too
+    options |= dict(mesh=gtp.make_mesh(gtp=2, devices=jax.devices()[:2]), evaluate=of_table, recipe=recipe)
     return gtp.Trainer(Net, loss, optax.adamw(RATE), data, out=out, **options | changes)
 
 
@@ -122,6 +123,7 @@ def test_killed_stopped_by_a_signal_and_resumed_equals_never_stopped(
     state = trainer(out, data(), offload=offloads[2]).run(resume="auto").state
     kinds = {moment.sharding.memory_kind for moment in jax.tree.leaves(state.opt_state) if moment.ndim > 1}
     assert kinds == {"device" if offloads[2] is None else "pinned_host"}
+    assert set(state.scaling) == {"layers.0.kernel", "layers.1.kernel"}
     assert read_records(out) == read_records(never_stopped[0])
     assert digests(out) == digests(never_stopped[0])
 
