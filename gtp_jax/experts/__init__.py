@@ -18,7 +18,9 @@ from ._tokens import dispatch as dispatch
 from ._tokens import gather_choices as gather_choices
 from ._tokens import plan_journey as plan_journey
 from ._traffic import Traffic as Traffic
+from ._traffic import traffic_of_layer as traffic_of_layer
 from ._transports import TRANSPORTS as TRANSPORTS
 from ._transports import Transport as Transport
 from ._transports import check_transport as check_transport
 from ._transports import choose_transport as choose_transport
+from ._transports import transport_within as transport_within

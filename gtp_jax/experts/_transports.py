@@ -19,11 +19,8 @@ from __future__ import annotations
 
 import jax
 
-from .._words import TRANSPORTS, Transport
+from .._words import GPUS_PER_HOST, TRANSPORTS, Transport
 from ..mesh import degrees, platform
-
-# The number of GPUs of one host, connected by NVLink.
-_HOST = 8
 
 
 def choose_transport(axis: str, wanted: Transport | None = None) -> Transport:
@@ -50,7 +47,12 @@ def choose_transport(axis: str, wanted: Transport | None = None) -> Transport:
     if platform() != "gpu":
         return "padded"
     names = jax.sharding.get_abstract_mesh().axis_names
-    return "gather" if degrees(names[names.index(axis) :]) <= _HOST else "ragged"
+    return transport_within(degrees(names[names.index(axis) :]))
+
+
+def transport_within(ranks: int, gpus_per_host: int = GPUS_PER_HOST) -> Transport:
+    """Returns the transport between GPUs, by the number of neighboring ranks that contain those of a group."""
+    return "gather" if ranks <= gpus_per_host else "ragged"
 
 
 def check_transport(transport: object) -> None:

@@ -9,6 +9,7 @@ from ._collectives import collectives as collectives
 from ._collectives import summary as summary
 from ._collectives import table as table
 from ._flops import step_flops as step_flops
+from ._groups import groups_over as groups_over
 from ._hlo import Instruction as Instruction
 from ._hlo import Module as Module
 from ._hlo import Shape as Shape

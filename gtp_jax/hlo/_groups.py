@@ -6,6 +6,7 @@ import functools
 import itertools
 import math
 import re
+from collections.abc import Collection, Mapping
 
 import numpy as np
 
@@ -24,6 +25,17 @@ def axes_named(attributes: str) -> tuple[str, ...] | None:
     """Returns the mesh axes that a collective names, or `None` if it lists its ranks in another way."""
     named = _NAMED.search(attributes)
     return tuple(axis for axis, _, _ in _AXIS.findall(named[2])) if named else None
+
+
+def groups_over(sizes: Mapping[str, int], axes: Collection[str]) -> Groups:
+    """Returns the ranks of a mesh that differ only in their positions on some axes, as positions in the mesh, one row
+    per group.
+
+    Args:
+        sizes: the sizes of the axes of the mesh, outermost first.
+        axes: the axes over which the ranks of a group differ.
+    """
+    return _grouped(tuple(sizes.values()), tuple(axis in axes for axis in sizes))
 
 
 def replica_groups(attributes: str, devices: int) -> Groups:
@@ -55,9 +67,14 @@ def _by_axes(mesh: str, axes: str) -> Groups:
             if any(first <= begin and end <= last for first, last in own):
                 grouped.append(len(shape))
             shape.append(end // begin)
-    others = [i for i in range(len(shape)) if i not in grouped]
-    ranks = np.arange(math.prod(shape)).reshape(shape).transpose(*others, *grouped)
-    return _rows(ranks.reshape(-1, math.prod(shape[i] for i in grouped)))
+    return _grouped(tuple(shape), tuple(i in grouped for i in range(len(shape))))
+
+
+@functools.cache
+def _grouped(shape: tuple[int, ...], grouped: tuple[bool, ...]) -> Groups:
+    order = sorted(range(len(shape)), key=lambda i: grouped[i])
+    ranks = np.arange(math.prod(shape)).reshape(shape).transpose(*order)
+    return _rows(ranks.reshape(-1, math.prod(itertools.compress(shape, grouped))))
 
 
 @functools.cache

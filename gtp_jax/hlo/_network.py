@@ -21,8 +21,10 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 
 from ._collectives import Collective
+from ._groups import Groups
 
 _RINGS = ("all-gather", "reduce-scatter", "all-reduce")
 _PAIRWISE = ("all-to-all", "ragged-all-to-all")
@@ -42,8 +44,13 @@ class Network:
 
     def ranks_per_host(self, collective: Collective) -> int | None:
         """Returns the smallest number of ranks of a group that share a host, or `None` if no group spans hosts."""
-        hosts = (collections.Counter(rank // self.gpus_per_host for rank in group) for group in collective.groups)
-        return min((min(ranks.values()) for ranks in hosts if len(ranks) > 1), default=None)
+        return _fewest_on_a_host(collective.groups, self.gpus_per_host)
+
+
+@functools.cache
+def _fewest_on_a_host(groups: Groups, gpus_per_host: int) -> int | None:
+    hosts = (collections.Counter(rank // gpus_per_host for rank in group) for group in groups)
+    return min((min(ranks.values()) for ranks in hosts if len(ranks) > 1), default=None)
 
 
 def wire_seconds(collective: Collective, link_rate: float, network: Network | None = None) -> float:
