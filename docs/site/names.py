@@ -15,7 +15,7 @@ NAMES = {
     "formats": ("QuantizedArray", "PackPlan", "Format"),
     "generation": ("generate", "generate_stream", "Generated"),
     "hook": ("shard", "without_hook", "largest_unit"),
-    "inspect": ("explain", "Explanation", "inspect", "InspectOptions", "plan_memory", "MemoryOptions", "MemoryPlan"),
+    "inspect": ("explain", "Explanation", "inspect", "InspectOptions", "plan", "PlanOptions", "Plan"),
     "layout": ("even_shares", "Layout"),
     "mesh": ("make_mesh", "Roles", "use_roles", "current_view"),
     "models": ("Llama", "LlamaConfig", "LlamaBlock", "next_token_loss", "load"),

@@ -34,6 +34,7 @@ _HOST_LINK = {
 # The latency of a link is what each array of a collective takes beyond its bytes.
 CHIPS: Mapping[str, Mapping[str, Fact]] = {
     "h200": {
+        "bf16_peak": Fact(989e12, "FLOP/s", _H200),
         "bf16_ceiling": Fact(711e12, "FLOP/s", f"{_ONE_H200}: {_MATMULS}; 787e12 alone"),
         "fp8_ceiling": Fact(1471e12, "FLOP/s", f"{_MEASURED}: matmul of 8192 x 8192 x 8192"),
         "attention_forward_ceiling": Fact(
@@ -52,6 +53,7 @@ CHIPS: Mapping[str, Mapping[str, Fact]] = {
         "link_latency": Fact(17e-6, "s", _LATENCY),
     },
     "h100": {
+        "bf16_peak": Fact(989e12, "FLOP/s", _H100),
         "bf16_ceiling": Fact(707e12, "FLOP/s", f"{_ONE_H100}: {_MATMULS}; 798e12 alone"),
         "fp8_ceiling": Fact(1453e12, "FLOP/s", f"{_TWO_H100}: 172 TFLOP of matmuls of an FP8 step took 118 ms"),
         "attention_forward_ceiling": Fact(

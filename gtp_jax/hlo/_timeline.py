@@ -88,19 +88,22 @@ class Timeline:
         return max((s.end_us for s in self.spans), default=0.0)
 
 
-def timeline(program: LaunchOrder, chip: str, network: Network | None = None) -> Timeline:
+def timeline(program: LaunchOrder, chip: str, network: Network | None = None, *, faster: float = 1.0) -> Timeline:
     """Models the times of a program.
 
     Args:
         program: the order of its launches.
         chip: a key of `CHIPS`.
         network: the links between hosts; `None` if NVLink joins all GPUs.
+        faster: how many times as fast as the chip's matmuls and attention are.
 
     Raises:
         ValueError: if the chip is unknown.
     """
     launched = sorted((*program.events, *program.elementwise), key=lambda event: event.start)
     rates = {rate: fact(chip, name) for rate, name in RATES.items() if any(e.rate == rate for e in launched)}
+    if faster != 1:
+        rates = {name: _faster(rate, faster) for name, rate in rates.items()}
     link_rate, link_latency = fact(chip, "link_ceiling"), fact(chip, "link_latency")
     spans: dict[int, Span] = {}
     compute, stream = 0.0, _Stream()  # the time at which the compute stream becomes idle, in microseconds
@@ -124,6 +127,10 @@ def timeline(program: LaunchOrder, chip: str, network: Network | None = None) ->
             spans[i] = Span(event, "communication", begin, end, max(0.0, end - compute))
             compute = max(compute, end)
     return Timeline(tuple(spans[i] for i in range(len(launched))), rates, link_rate, link_latency, network)
+
+
+def _faster(rate: Fact, times: float) -> Fact:
+    return rate._replace(value=rate.value * times, source=f"{times:.3g} x {rate.source}") if "FLOP" in rate.unit else rate
 
 
 class _Stream:

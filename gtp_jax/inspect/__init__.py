@@ -2,7 +2,7 @@
 
 from ..runner.flags import FaultOptions as FaultOptions
 from ..runner.flags import InspectOptions as InspectOptions
-from ..runner.flags import MemoryOptions as MemoryOptions
+from ..runner.flags import PlanOptions as PlanOptions
 from ._breakdown import breakdown as breakdown
 from ._explain import AttentionFact as AttentionFact
 from ._explain import ExpertsFact as ExpertsFact
@@ -19,7 +19,9 @@ from ._life import Lives as Lives
 from ._life import WeightLife as WeightLife
 from ._memory_plan import Choice as Choice
 from ._memory_plan import MemoryPlan as MemoryPlan
-from ._memory_plan import plan_memory as plan_memory
+from ._plan import Plan as Plan
+from ._plan import plan as plan
+from ._plan import Placement as Placement
 from ._report import as_json as as_json
 from ._report import as_text as as_text
 from ._share import StateShare as StateShare

@@ -14,10 +14,10 @@ from .. import hlo
 from .._words import OFFLOADED, Moments
 from ..hlo import columns, quantity
 from ..layout import even_shares
-from ..mesh import CP, TP, check_degrees, use_roles
-from ..models import build
+from ..mesh import TP, use_roles
+from ..models import ModelConfig, build
 from ..nn import abstract_model, split_model
-from ..runner.flags import MemoryOptions
+from ..runner.flags import Parallelism
 from ._share import BYTES_OF_MOMENTS, BYTES_OF_STATE, StateShare, share_of
 from ._state_memory import StateMemory
 
@@ -51,23 +51,21 @@ class MemoryPlan:
     """The memory that training a model with AdamW takes. Prints as a table.
 
     Attributes:
-        options: the options of the plan.
+        machine: the GPUs.
         degrees: the sizes of the mesh axes.
-        param_count: the number of parameters of the model.
         choices: what the state takes, by options.
         padded: the name of a weight that is stored padded, so that nothing can be kept on the host; empty if none is.
         limit_bytes: what JAX may allocate on a device.
     """
 
-    options: MemoryOptions
+    machine: hlo.Target
     degrees: dict[str, int]
-    param_count: int
     choices: tuple[Choice, ...]
     padded: str
     limit_bytes: int
 
     def __str__(self) -> str:
-        chip, target = self.options.machine.chip, self.options.target
+        chip = self.machine.chip
         mesh = " x ".join(f"{axis} {size}" for axis, size in self.degrees.items())
         memory = hlo.fact(chip, "memory").value
         rows = [
@@ -88,13 +86,12 @@ class MemoryPlan:
             else ""
         )
         return (
-            f"{self.options.title}: {self.param_count:,} parameters on {target}, {mesh}\n"
-            f"JAX may allocate {quantity(self.limit_bytes, 'B')} of the {quantity(memory, 'B')} of a device, as "
-            f"{_FRACTION} says ({_fraction():g})\n\n"
+            f"memory of {mesh}: JAX may allocate {quantity(self.limit_bytes, 'B')} of the {quantity(memory, 'B')} of a "
+            f"device, as {_FRACTION} says ({_fraction():g})\n\n"
             f"{columns(header, rows, right=(1, 2, 3, 5))}\n\n"
             "per device, of weights in float32 and AdamW's moments; in a step at least, with gradients and weights to "
             "compute with.\nNot included are activations, gathered weights and workspace: `gtp-jax inspect` compiles a "
-            "step and counts them,\nwith --seq, --batch and --remat."
+            "step and counts them."
             f"{refused}"
         )
 
@@ -102,35 +99,35 @@ class MemoryPlan:
         left = self.limit_bytes - choice.step_bytes  # for activations
         if left >= 0:
             return f"{quantity(left, 'B')} are left"
-        devices = self.options.machine.devices
+        devices = self.machine.devices
         return f"no: on {-(-choice.step_bytes * devices // self.limit_bytes)} GPUs or more"
 
 
-def plan_memory(options: MemoryOptions) -> MemoryPlan:
-    """Plans what fits, from shapes alone.
-
-    Raises:
-        ValueError: if degrees do not fit the model or the number of GPUs.
-    """
-    config, machine, roles = options.model, options.machine, options.parallelism.roles
-    degrees = options.parallelism.degrees(machine.devices)
-    check_degrees(degrees, machine.devices)
-    cp = degrees.get(CP, 1)
-    config.check_mesh(tp=degrees[TP], seq=cp * degrees[TP], cp=cp)
+def plan_memory(config: ModelConfig, machine: hlo.Target, parallelism: Parallelism) -> MemoryPlan:
+    """Plans what fits, from shapes alone."""
+    degrees = parallelism.degrees(machine.devices)
     mesh = AbstractMesh(tuple(degrees.values()), tuple(degrees), axis_types=(AxisType.Auto,) * len(degrees))
-    with jax.sharding.use_abstract_mesh(mesh), use_roles(roles), even_shares():
+    with jax.sharding.use_abstract_mesh(mesh), use_roles(parallelism.roles), even_shares():
         model = abstract_model(lambda rngs: build(config, rngs=rngs))
         share, model_def = share_of(model), split_model(model)[0]
     assert share is not None
     gathers = any(size > 1 for axis, size in degrees.items() if axis != TP)
     return MemoryPlan(
-        options=options,
+        machine=machine,
         degrees=degrees,
-        param_count=config.param_count(),
         choices=_choices(share, itemsize=np.dtype(config.dtype).itemsize, gathers=gathers),
         padded=".".join(next(iter(model_def.padded), ())),
-        limit_bytes=int(_fraction() * hlo.fact(machine.chip, "memory").value),
+        limit_bytes=limit_bytes(machine),
     )
+
+
+def limit_bytes(machine: hlo.Target) -> int:
+    """Returns what JAX may allocate on a device.
+
+    Raises:
+        ValueError: if the environment gives a share that is no number.
+    """
+    return int(_fraction() * hlo.fact(machine.chip, "memory").value)
 
 
 def _choices(share: StateShare, *, itemsize: int, gathers: bool) -> tuple[Choice, ...]:

@@ -10,18 +10,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 from .. import hlo
 from .._words import CP, TP
 from ..experts import traffic_of_layer, transport_within
-from ..mesh import Roles
-from ..models import LlamaConfig
+from ._step_shape import VALUE, StepShape
 
 Direction = Literal["forward", "backward"]
-
-_VALUE = 2  # the bytes of a bfloat16
 
 # The bytes that a step reads and writes per element of what it names.
 _CAST = 6  # of a shard, from float32 to bfloat16, and
@@ -37,42 +34,6 @@ _ADD_GRADIENT = 12  # of a shard, per microbatch if there are several
 _UPDATE = 24  # of a shard: weight and moments, read and written
 _MOVES, _MOVES_OF_SUMS = 3, 5  # how often a gradient is read or written before; one that was reduced is also transposed
 _TERM = 8  # of a weight's gradient that more than two ranks of tp sum in float32, per turn
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StepShape:
-    """What determines the launches of a step.
-
-    Attributes:
-        config: the model.
-        chip: a key of `hlo.CHIPS`.
-        degrees: the degrees of the mesh axes, outermost first.
-        roles: the roles of the axes.
-        seq: the number of tokens per sequence.
-        batch: the number of sequences per step.
-        microbatches: the number of parts into which a rank's sequences are divided.
-        gpus_per_host: the number of GPUs that NVLink joins, by which the transport of experts' tokens is chosen.
-        gradient_bytes: the bytes of an element of a weight gradient as it is reduced.
-    """
-
-    config: LlamaConfig
-    chip: str
-    degrees: Mapping[str, int]
-    roles: Roles
-    seq: int
-    batch: int
-    microbatches: int
-    gpus_per_host: int
-    gradient_bytes: int
-
-    def ranks(self, axes: Sequence[str]) -> int:
-        """Returns the number of ranks along some axes."""
-        return math.prod(self.degrees.get(axis, 1) for axis in axes)
-
-    @property
-    def tokens(self) -> int:
-        """The number of tokens of a rank and microbatch, before tp divides them."""
-        return self.batch * self.seq // (self.ranks(self.roles.tokens) * self.microbatches)
 
 
 def step_launches(shape: StepShape) -> hlo.LaunchOrder:
@@ -144,30 +105,10 @@ class _Flight:
 class _Step:
     def __init__(self, shape: StepShape) -> None:
         self.shape, self.order = shape, _Order(shape)
-        config, roles = shape.config, shape.roles
-        self.tp = shape.degrees.get(TP, 1)
-        self.cp = shape.degrees.get(CP, 1)
-        self.d = config.hidden_size
-        self.t = shape.tokens
-        self.own = self.t / self.tp  # tokens of a rank between layers
-        self.q = config.num_heads * config.head_dim / self.tp
-        self.kv = max(config.num_kv_heads / self.tp, self.cp) * config.head_dim
-        self.f = config.intermediate_size / self.tp
-        self.vocab = config.vocab_size / self.tp
-        self.dense_ranks, self.expert_ranks = shape.ranks(roles.weights), shape.ranks(roles.over_experts)
-        attention = self.d * (2 * self.q + 2 * config.num_kv_heads * config.head_dim / self.tp)
-        mlp = 3 * self.d * self.f
-        self.ep = shape.ranks((roles.experts,)) if roles.experts and config.num_experts else 1
-        self.rows = self.t * config.top_k if config.num_experts else 0
-        # elements that a rank gathers for a layer, and its shards of them
-        self.dense = attention if config.num_experts else attention + mlp
-        self.experts = config.num_experts * mlp / self.ep
-        self.shard = self.dense / self.dense_ranks + self.experts / self.expert_ranks
-        self.table = self.vocab * self.d
-        self.by_rows = self.dense_ranks > 1 and self.dense_ranks * self.t < self.vocab
 
     def launches(self) -> hlo.LaunchOrder:
-        config, order, m = self.shape.config, self.order, self.shape.microbatches
+        s = self.shape
+        config, order, m = s.config, self.order, s.microbatches
         layers = config.num_layers
         self._begin()
         for times, divided in ((1, True), (m - 1, False)):  # weights are gathered over dp once
@@ -179,7 +120,7 @@ class _Step:
             if layers > 1:
                 self._forward(self._gathers(), divided)
             order.times = times
-            self._forward([order.flight("all-gather", self.shape.roles.weights, _VALUE * self.table)], False)
+            self._forward([order.flight("all-gather", s.roles.weights, VALUE * s.table)], False)
         order.times = m
         self._head()
         self._backward(self._head_reduces(), self._gathers() if layers > 1 else [])
@@ -197,81 +138,86 @@ class _Step:
 
     def _gathers(self) -> list[_Flight]:
         """Returns the gathers of a layer's weights."""
-        roles, order = self.shape.roles, self.order
-        dense = order.flight("all-gather", roles.weights, _VALUE * self.dense, 2 if self.experts else 4)
-        experts = order.flight("all-gather", roles.over_experts, _VALUE * self.experts, 2)
+        s = self.shape
+        roles, order = s.roles, self.order
+        dense = order.flight("all-gather", roles.weights, VALUE * s.dense, 2 if s.experts else 4)
+        experts = order.flight("all-gather", roles.over_experts, VALUE * s.experts, 2)
         return [dense, experts]
 
     def _reduces(self) -> list[_Flight]:
         """Returns the sums of the gradients of a layer, over the ranks that gather its weights, then over dp."""
-        roles, order, size = self.shape.roles, self.order, self.shape.gradient_bytes
-        dense = order.flight("reduce-scatter", roles.weights, size * self.dense, 2 if self.experts else 4)
-        experts = order.flight("reduce-scatter", roles.over_experts, size * self.experts, 2)
-        return [dense, experts, order.flight("reduce-scatter", roles.over_optimizer, size * self.shard, 7)]
+        s = self.shape
+        roles, order, size = s.roles, self.order, s.gradient_bytes
+        dense = order.flight("reduce-scatter", roles.weights, size * s.dense, 2 if s.experts else 4)
+        experts = order.flight("reduce-scatter", roles.over_experts, size * s.experts, 2)
+        return [dense, experts, order.flight("reduce-scatter", roles.over_optimizer, size * s.shard, 7)]
 
     def _head_reduces(self) -> list[_Flight]:
-        roles, order, size = self.shape.roles, self.order, self.shape.gradient_bytes
-        own = order.flight("reduce-scatter", roles.weights, size * self.table)
-        return [own, order.flight("reduce-scatter", roles.over_optimizer, size * self.table / self.dense_ranks)]
+        s = self.shape
+        roles, order, size = s.roles, self.order, s.gradient_bytes
+        own = order.flight("reduce-scatter", roles.weights, size * s.table)
+        return [own, order.flight("reduce-scatter", roles.over_optimizer, size * s.table / s.dense_ranks)]
 
     def _begin(self) -> None:
         """Gathers over dp what the first layer needs."""
-        first = (2 - self.shape.config.tie_embeddings) * self.table / self.dense_ranks + self.shard
-        self.order.sync("all-gather", self.shape.roles.over_optimizer, _VALUE * first, 9)
+        s = self.shape
+        first = s.tables * s.table / s.dense_ranks + s.shard
+        self.order.sync("all-gather", s.roles.over_optimizer, VALUE * first, 9)
 
     def _embed(self) -> None:
         """Looks up the embedding. Nothing hides its gather and that of the first layer."""
-        order, roles = self.order, self.shape.roles
+        s = self.shape
+        order, roles = self.order, s.roles
         gathers = self._gathers()
-        if not self.by_rows:
-            gathers.append(order.flight("all-gather", roles.weights, _VALUE * self.table))
-        order.move(self._cast(self.shard))
-        for gather in gathers:
-            gather.start()
-        for gather in gathers:
-            gather.wait()
-        if self.by_rows:
-            order.move(_ROWS * self.dense_ranks * self.t * self.d)
-            order.sync("reduce-scatter", roles.weights, _VALUE * self.dense_ranks * self.t * self.d)
-        elif self.tp > 1:
-            order.move(_ROWS * self.t * self.d)
-        order.sync("reduce-scatter", (TP,), _VALUE * self.t * self.d)
+        if not s.by_rows:
+            gathers.append(order.flight("all-gather", roles.weights, VALUE * s.table))
+        order.move(self._cast(s.shard))
+        _start(gathers)
+        _wait(gathers)
+        if s.by_rows:
+            order.move(_ROWS * s.dense_ranks * s.t * s.d)
+            order.sync("reduce-scatter", roles.weights, VALUE * s.dense_ranks * s.t * s.d)
+        elif s.tp > 1:
+            order.move(_ROWS * s.t * s.d)
+        order.sync("reduce-scatter", (TP,), VALUE * s.t * s.d)
 
     def _cast(self, elements: float) -> float:
-        return (_CAST + (_JOIN if max(self.dense_ranks, self.expert_ranks) > 1 else 0)) * elements
+        s = self.shape
+        return (_CAST + (_JOIN if max(s.dense_ranks, s.expert_ranks) > 1 else 0)) * elements
 
     def _forward(self, following: list[_Flight], divided: bool) -> None:
         """Runs a layer while the weights of the following one are gathered: as late as they can be hidden, but with cp
         before the exchange of heads."""
-        order, t, d, own = self.order, self.t, self.d, self.own
-        heads = t * (self.q + 2 * self.kv)
-        divides = order.flight("all-gather", self.shape.roles.over_optimizer, _VALUE * self.shard * divided, 7)
-        order.move(self._cast(self.shard))
-        if self.cp > 1:
+        s = self.shape
+        order, t, d, own = self.order, s.t, s.d, s.own
+        heads = t * (s.q + 2 * s.kv)
+        divides = order.flight("all-gather", s.roles.over_optimizer, VALUE * s.shard * divided, 7)
+        order.move(self._cast(s.shard))
+        if s.cp > 1:
             _start(following)
         order.move(_NORM * own * d)
         divides.start()
         self._gather_linear(2 * heads * d)
         divides.wait()
-        if self.cp > 1:
+        if s.cp > 1:
             _wait(following)
         order.move(_ROPE * heads)
         self._exchange_heads(heads)
-        if self.tp == 1:
+        if s.tp == 1:
             _start(following)
         order.launch("attention", flops=int(2 * 2 * self._scores), rate="attention forward")
-        self._exchange_heads(t * self.q)
-        order.move(_COPY * t * self.q)
-        self._linear_scatter(2 * t * self.q * d)
+        self._exchange_heads(t * s.q)
+        order.move(_COPY * t * s.q)
+        self._linear_scatter(2 * t * s.q * d)
         order.move(_NORM * own * d)
-        if self.experts:
+        if s.experts:
             self._experts_forward()
         else:
-            down = 2 * t * self.f * d
+            down = 2 * t * s.f * d
             if not self._hides(following, down):
                 _start(following)
             self._gather_linear(2 * down)
-            order.move(_GLU * t * self.f)
+            order.move(_GLU * t * s.f)
             order.move(_COPY * own * d)
             _start(following)
             self._linear_scatter(down)
@@ -280,58 +226,60 @@ class _Step:
     def _backward(self, sums: list[_Flight], before: list[_Flight]) -> None:
         """Runs a layer's backward while the gradients of the following one are reduced and the weights of the layer
         before are gathered."""
-        order, t, d, own = self.order, self.t, self.d, self.own
+        s = self.shape
+        order, t, d, own = self.order, s.t, s.d, s.own
         order.direction = "backward"
-        heads, hidden = t * (self.q + 2 * self.kv), 2 * t * self.f * d
+        heads, hidden = t * (s.q + 2 * s.kv), 2 * t * s.f * d
         *reduces, over_dp = sums
         early = bool(over_dp.size)
         if early:
             _start(reduces)
-        if self.experts:
+        if s.experts:
             self._experts_backward()
         else:
             self._gather_linear(hidden)
-            order.move(_GLU_BACKWARD * t * self.f)
+            order.move(_GLU_BACKWARD * t * s.f)
             self._linear_scatter(2 * hidden)
         order.move(_NORM_BACKWARD * own * d)
-        if self.tp == 1 and self.cp == 1:
+        if s.tp == 1 and s.cp == 1:
             _start(reduces)
-        self._gather_linear(2 * t * self.q * d)
-        self._exchange_heads(t * self.q)
+        self._gather_linear(2 * t * s.q * d)
+        self._exchange_heads(t * s.q)
         if early:
             _wait(reduces)
             over_dp.start()
         order.launch("attention", flops=int(2 * 5 * self._scores), rate="attention backward")
         self._exchange_heads(heads)
-        if self.cp > 1:
+        if s.cp > 1:
             _start(reduces)
         order.move(_ROPE * heads)
         _start(reduces)
         self._linear_scatter(2 * heads * d)
         order.move(_NORM_BACKWARD * own * d)
-        if self.tp == 1:
+        if s.tp == 1:
             _wait([*reduces, over_dp])
             _start(before)
-        if not self.experts:
-            order.move(_GLU_AGAIN * t * self.f)
+        if not s.experts:
+            order.move(_GLU_AGAIN * t * s.f)
             order.matmul(hidden)
             self._gather_linear(2 * hidden)
         self._gather_linear(2 * heads * d)
-        order.move(self._terms(self.dense))
+        order.move(self._terms(s.dense))
         _wait([*reduces, over_dp])
         _start(before)
-        order.matmul(2 * t * self.q * d)
+        order.matmul(2 * t * s.q * d)
         _wait(before)
-        if self.shape.microbatches > 1:
-            order.move(_ADD_GRADIENT * self.shard)
+        if s.microbatches > 1:
+            order.move(_ADD_GRADIENT * s.shard)
 
     @property
     def _scores(self) -> float:
         """The products of numbers in the scores that are not masked, of a rank's heads and a layer: the mean."""
-        config, seq = self.shape.config, self.shape.seq
+        s = self.shape
+        config, seq = s.config, s.seq
         widths = [min(seq, reach.window or seq) for reach in config.reaches]
         seen = sum(width * seq - width * width / 2 for width in widths) / len(widths)
-        return self.t * self.cp / seq * seen * self.q / self.cp
+        return s.t * s.cp / seq * seen * s.q / s.cp
 
     def _hides(self, flights: Sequence[_Flight], flops: float) -> bool:
         """Returns whether a matmul takes longer than collectives over NVLink, as XLA estimates them."""
@@ -340,123 +288,133 @@ class _Step:
 
     def _gather_linear(self, flops: float) -> None:
         """Multiplies each part of the sequence while the next one travels over tp."""
-        for left in reversed(range(self.tp)):
-            part = self.order.flight("collective-permute", (TP,), _VALUE * self.own * self.d * bool(left))
+        s = self.shape
+        for left in reversed(range(s.tp)):
+            part = self.order.flight("collective-permute", (TP,), VALUE * s.own * s.d * bool(left))
             part.start()
-            self.order.matmul(flops / self.tp)
+            self.order.matmul(flops / s.tp)
             part.wait()
 
     def _terms(self, elements: float) -> float:
         """Returns the bytes of adding up the gradients of weights by the parts of the sequence."""
-        return _TERM * (self.tp - 1) * elements if self.tp > 2 else 0
+        s = self.shape
+        return _TERM * (s.tp - 1) * elements if s.tp > 2 else 0
 
     def _linear_scatter(self, flops: float) -> None:
         """Multiplies each part of the sequence while the sum of the one before travels over tp."""
-        for done in range(self.tp):
-            part = self.order.flight("collective-permute", (TP,), _VALUE * self.own * self.d * bool(done))
+        s = self.shape
+        for done in range(s.tp):
+            part = self.order.flight("collective-permute", (TP,), VALUE * s.own * s.d * bool(done))
             part.start()
-            self.order.matmul(flops / self.tp)
+            self.order.matmul(flops / s.tp)
             part.wait()
 
     def _exchange_heads(self, elements: float) -> None:
-        if self.cp > 1:
+        s = self.shape
+        if s.cp > 1:
             self.order.move(_COPY * elements)
-            self.order.sync("all-to-all", (CP,), _VALUE * elements)
+            self.order.sync("all-to-all", (CP,), VALUE * elements)
 
     def _traffic(self, direction: Direction, first: bool) -> None:
         """Sends tokens to the ranks of their experts, or their sums back, as the exchange does."""
-        config, axis = self.shape.config, self.shape.roles.experts
-        if self.ep == 1 or axis is None:
+        s = self.shape
+        config, axis = s.config, s.roles.experts
+        if s.ep == 1 or axis is None:
             return
-        transport = transport_within(self.ep * self.tp, self.shape.gpus_per_host)
-        none = math.comb(config.num_experts - config.num_experts // self.ep, config.top_k)
+        transport = transport_within(s.ep * s.tp, s.gpus_per_host)
+        none = math.comb(config.num_experts - config.num_experts // s.ep, config.top_k)
         travels = 1 - none / math.comb(config.num_experts, config.top_k) if transport == "ragged" else 1.0
         found = traffic_of_layer(
-            ranks=self.ep,
+            ranks=s.ep,
             transport=transport,
-            tokens=self.t,
+            tokens=s.t,
             top_k=config.top_k,
             chunks=1,
-            rows=(self.ep - 1) * self.t * travels,
-            width=self.d,
-            itemsize=_VALUE,
+            rows=(s.ep - 1) * s.t * travels,
+            width=s.d,
+            itemsize=VALUE,
             form=None,
             keeps_shares=False,
         )
         for one in found:
             back = "combine" in one.what or one.what == "gradients of shares"
             if one.direction == direction and back != first:
-                self.order.sync(one.kind, (axis,), one.bytes * self.ep / (self.ep - 1))
+                self.order.sync(one.kind, (axis,), one.bytes * s.ep / (s.ep - 1))
+
+    @property
+    def _shared(self) -> float:
+        """The operations of the forward pass of the MLP that all tokens share."""
+        s = self.shape
+        return 6 * s.t * s.d * s.config.shared_hidden / s.tp
 
     def _experts_forward(self) -> None:
-        order, t, d, rows, f = self.order, self.t, self.d, self.rows, self.f
-        order.sync("all-gather", (TP,), _VALUE * t * d)
-        order.move((_CAST + _VALUE) * t * d)
-        order.matmul(2 * t * d * self.shape.config.num_experts)
+        s = self.shape
+        order, t, d, rows, f = self.order, s.t, s.d, s.rows, s.f
+        order.sync("all-gather", (TP,), VALUE * t * d)
+        order.move((_CAST + VALUE) * t * d)
+        order.matmul(2 * t * d * s.config.num_experts)
         self._traffic("forward", True)
-        order.move(_VALUE * (t + rows) * d)
-        order.matmul(4 * rows * d * f)
+        order.move(VALUE * (t + rows) * d)
+        order.matmul(4 * rows * d * f + self._shared)
         order.move(_GLU * rows * f)
         order.matmul(2 * rows * f * d)
-        order.move(_VALUE * (2 * t + rows) * d)
+        order.move(VALUE * (2 * t + rows) * d)
         self._traffic("forward", False)
-        order.sync("reduce-scatter", (TP,), _VALUE * t * d)
+        order.sync("reduce-scatter", (TP,), VALUE * t * d)
 
     def _experts_backward(self) -> None:
-        order, t, d, rows, f = self.order, self.t, self.d, self.rows, self.f
-        order.sync("all-gather", (TP,), 2 * _VALUE * t * d, 2)
+        s = self.shape
+        order, t, d, rows, f = self.order, s.t, s.d, s.rows, s.f
+        order.sync("all-gather", (TP,), 2 * VALUE * t * d, 2)
         self._traffic("backward", True)
-        order.move(_VALUE * (t + rows) * d)
+        order.move(VALUE * (t + rows) * d)
         order.matmul(2 * rows * f * d)
         order.move(_EXPERT_GLU_BACKWARD * rows * f)
         order.matmul(4 * rows * d * f)
-        order.move(_VALUE * (2 * t + rows) * d)
-        order.move(_VALUE * (t + rows) * d)
-        order.matmul(4 * rows * d * f)
+        order.move(VALUE * (2 * t + rows) * d)
+        order.move(VALUE * (t + rows) * d)
+        order.matmul(4 * rows * d * f + 2 * self._shared)
         order.matmul(2 * rows * d * f)
         self._traffic("backward", False)
-        order.matmul(4 * t * d * self.shape.config.num_experts)
+        order.matmul(4 * t * d * s.config.num_experts)
         order.move(_NORM_BACKWARD * t * d)
-        order.sync("reduce-scatter", (TP,), _VALUE * t * d)
+        order.sync("reduce-scatter", (TP,), VALUE * t * d)
 
     def _head(self) -> None:
-        order, t, d, own = self.order, self.t, self.d, self.own
-        flops = 2 * t * self.table
+        s = self.shape
+        order, t, d, own = self.order, s.t, s.d, s.own
+        flops = 2 * t * s.table
         order.move(_NORM * own * d)
         self._gather_linear(flops)
-        order.move((_LOSS if self.tp == 1 else _LOSS_OVER_TP) * t * self.vocab)
+        order.move((_LOSS if s.tp == 1 else _LOSS_OVER_TP) * t * s.vocab)
         order.direction = "backward"
         gathers = self._gathers()
         _start(gathers)
         self._linear_scatter(flops)
         order.move(_NORM_BACKWARD * own * d)
         self._gather_linear(flops)
-        order.move(self._terms(self.table))
+        order.move(self._terms(s.table))
         _wait(gathers)
 
     def _end(self) -> None:
         """Reduces the gradients of the first layer and of the embedding, and updates the shards."""
-        order, roles = self.order, self.shape.roles
+        s = self.shape
+        order, roles = self.order, s.roles
         sums = self._reduces()
-        if self.by_rows:
-            order.sync("all-gather", roles.weights, _VALUE * self.dense_ranks * self.t * self.d)
+        if s.by_rows:
+            order.sync("all-gather", roles.weights, VALUE * s.dense_ranks * s.t * s.d)
         else:
-            sums[:0] = [order.flight("reduce-scatter", roles.weights, self.shape.gradient_bytes * self.table)]
+            sums[:0] = [order.flight("reduce-scatter", roles.weights, s.gradient_bytes * s.table)]
         sums += self._head_reduces()[1:]
-        for one in sums:
-            one.start()
-        order.move(_ROWS_BACKWARD * self.table / (self.dense_ranks if self.by_rows else 1))
+        _start(sums)
+        order.move(_ROWS_BACKWARD * s.table / (s.dense_ranks if s.by_rows else 1))
         _wait(sums)
         order.times = 1
-        layers, optimizer = self.shape.config.num_layers, self.shape.ranks(roles.over_optimizer)
-        tables = (2 - self.shape.config.tie_embeddings) * self.table
-        dense = (layers * self.dense + tables) / self.dense_ranks / optimizer
-        experts = layers * self.experts / self.expert_ranks / optimizer
+        dense, experts = s.stored
         replicas = [a for a in roles.batch if a not in (*roles.weights, *roles.over_optimizer)]
         order.sync("all-reduce", replicas, 4 * (dense + experts))
-        order.sync("all-reduce", tuple(self.shape.degrees), 4 * self.d)
-        moves = (_MOVES_OF_SUMS if self.dense_ranks > 1 else _MOVES) * dense + _MOVES * experts
-        order.move(_UPDATE * (dense + experts) + self.shape.gradient_bytes * moves)
+        moves = (_MOVES_OF_SUMS if s.dense_ranks > 1 else _MOVES) * dense + _MOVES * experts
+        order.move(_UPDATE * (dense + experts) + s.gradient_bytes * moves)
 
 
 def _start(flights: Sequence[_Flight]) -> None:

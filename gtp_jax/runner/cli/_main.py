@@ -21,7 +21,7 @@ examples:
   gtp-jax generate gtp-run --prompt "def "
   gtp-jax elastic show gtp-run          what failed in a run with --elastic, and what it cost
   gtp-jax inspect --target h200:8       what a step costs on GPUs, on a machine that has none
-  gtp-jax plan-memory 8b                with which options a model fits on GPUs
+  gtp-jax plan 8b --target h200:64      which mesh is fastest, why, and what fits
   gtp-jax checkpoint verify gtp-run     checks that no byte of a run's checkpoints has changed
   gtp-jax convert export gtp-run hf     its weights as Hugging Face's safetensors; also import
   gtp-jax bench step                    a training step here and in its rivals; also collectives, kernels, checkpoint
@@ -38,7 +38,7 @@ _COMMANDS = {
     "generate": "continue text with a trained or an imported model",
     "elastic": "show a run with --elastic, and bring a device back to it",
     "inspect": "show what a step costs on a mesh, without allocating the model",
-    "plan-memory": "show with which options a model fits on GPUs",
+    "plan": "propose a mesh for a model on GPUs, and show what fits",
     "plan-faults": "plan how a run continues without some devices",
     "checkpoint": "list, show, verify and compare checkpoints",
     "convert": "import and export Hugging Face models",

@@ -14,7 +14,7 @@ from ._streams import discard_output, discard_unwritable_output
 from ._warnings import plain_warnings
 
 # Commands that only read files and shapes. They run on the CPU, because a run may occupy the memory of the GPUs.
-_OF_FILES = ("checkpoint", "convert", "elastic", "inspect", "plan-faults", "plan-memory")
+_OF_FILES = ("checkpoint", "convert", "elastic", "inspect", "plan", "plan-faults")
 
 
 def run(args: argparse.Namespace) -> int:

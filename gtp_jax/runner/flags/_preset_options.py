@@ -16,11 +16,10 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PresetOptions:
+class ModelOptions:
     """A preset, and what options change in it. `gtp-jax inspect --help-all` shows the help of each field."""
 
     preset: str = knob("tiny", "model", f"one of {', '.join(PRESET_NAMES)}", kind=str)
-    parallelism: Parallelism = piece(Parallelism)
     sizes: ModelSizes = piece(ModelSizes)
     experts: ExpertOptions = piece(ExpertOptions)
 
@@ -39,3 +38,10 @@ class PresetOptions:
     def title(self) -> str:
         """The name of the model in headings."""
         return " ".join([self.preset, *self.sizes.flags])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PresetOptions(ModelOptions):
+    """A model and a mesh."""
+
+    parallelism: Parallelism = piece(Parallelism)
