@@ -130,7 +130,9 @@ def timeline(program: LaunchOrder, chip: str, network: Network | None = None, *,
 
 
 def _faster(rate: Fact, times: float) -> Fact:
-    return rate._replace(value=rate.value * times, source=f"{times:.3g} x {rate.source}") if "FLOP" in rate.unit else rate
+    return (
+        rate._replace(value=rate.value * times, source=f"{times:.3g} x {rate.source}") if "FLOP" in rate.unit else rate
+    )
 
 
 class _Stream:

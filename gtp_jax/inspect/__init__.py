@@ -19,9 +19,9 @@ from ._life import Lives as Lives
 from ._life import WeightLife as WeightLife
 from ._memory_plan import Choice as Choice
 from ._memory_plan import MemoryPlan as MemoryPlan
+from ._plan import Placement as Placement
 from ._plan import Plan as Plan
 from ._plan import plan as plan
-from ._plan import Placement as Placement
 from ._report import as_json as as_json
 from ._report import as_text as as_text
 from ._share import StateShare as StateShare

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Iterable
 
 from .. import hlo
@@ -44,18 +45,35 @@ class Placement:
     @property
     def traffic_ms(self) -> dict[Axes, float]:
         """The time of collectives, by the axes that they run over."""
-        return self._by_axes((s, s.end_us - s.start_us) for s in self.line.spans)
+        found: dict[Axes, float] = collections.defaultdict(float)
+        for axes, span in self._sent:
+            found[axes] += (span.end_us - span.start_us) / 1e3
+        return dict(found)
 
-    @property
+    @functools.cached_property
     def exposed_ms(self) -> dict[Axes, float]:
-        """The part of it that nothing hides."""
-        return self._by_axes((s, s.exposed_us) for s in self.line.spans)
+        """The part of it that nothing hides. A wait for a collective that others hold up counts for these."""
+        found: dict[Axes, float] = collections.defaultdict(float)
+        for axes, span in self._sent:
+            begin = span.end_us - span.exposed_us
+            for others, other in self._sent if begin < span.start_us else ():
+                held = max(0.0, min(other.end_us, span.start_us) - max(other.start_us, begin))
+                found[others] += held / 1e3
+                found[axes] -= held / 1e3
+            found[axes] += span.exposed_us / 1e3
+        return dict(found)
 
     @property
     def crossing(self) -> frozenset[Axes]:
         """The axes whose ranks are on several hosts."""
-        network, sent = self.line.network, [s.event.collective for s in self.line.spans]
-        return frozenset(c.axes for c in sent if c and network and network.ranks_per_host(c) is not None)
+        return frozenset(axes for axes in self.traffic_ms if self.ranks_per_host(axes) is not None)
+
+    def ranks_per_host(self, axes: Axes) -> int | None:
+        """Returns the smallest number of ranks of a group that share a host, or `None` if no group spans hosts."""
+        network = self.line.network
+        own = next(span.event.collective for sent, span in self._sent if sent == axes)
+        assert own is not None
+        return None if network is None else network.ranks_per_host(own)
 
     @property
     def memory_bytes(self) -> float:
@@ -69,12 +87,9 @@ class Placement:
         """Returns axes with their degrees."""
         return " x ".join(f"{axis} {self.shape.degrees[axis]}" for axis in axes)
 
-    def _by_axes(self, times: Iterable[tuple[hlo.Span, float]]) -> dict[Axes, float]:
-        found: collections.Counter[Axes] = collections.Counter()
-        for span, us in times:
-            if span.event.collective is not None:
-                found[span.event.collective.axes] += us / 1e3
-        return dict(found)
+    @functools.cached_property
+    def _sent(self) -> list[tuple[Axes, hlo.Span]]:
+        return [(span.event.collective.axes, span) for span in self.line.spans if span.event.collective is not None]
 
 
 def placement(options: PlanOptions, parallelism: Parallelism, microbatches: int) -> Placement:

@@ -103,7 +103,7 @@ def _allowed(options: PlanOptions) -> list[Parallelism]:
     if found:
         return found
     if why:
-        raise ValueError(min(why, key=why.index) if len(given) else f"{why[0]} So does every other placement.")
+        raise ValueError(why[0])
     degrees = " x ".join(f"{axis} {degree}" for axis, degree in given.items())
     raise ValueError(
         f"{degrees} does not divide the {machine.devices} devices of `target` {options.target!r}. Choose degrees whose "
@@ -122,15 +122,22 @@ def _check(options: PlanOptions, one: Parallelism) -> None:
     tp, cp, ep = one.tp or 1, one.cp, one.ep
     config.check_mesh(tp=tp, seq=options.seq, cp=cp)
     if "tp" not in given and (tp > options.gpus_per_host or config.num_kv_heads % tp):
-        raise ValueError(f"tp {tp} divides no host or no key-value heads evenly.")
+        raise ValueError(f"`tp` {tp} is more than a host has, or divides the key-value heads unevenly. Choose `tp`.")
     if config.num_heads % (tp * cp):
         raise ValueError(f"`num_heads` is {config.num_heads}, which tp {tp} x cp {cp} do not divide.")
     if ep > 1 and (not config.num_experts or config.num_experts % ep):
-        raise ValueError(f"`ep` is {ep}, which does not divide the {config.num_experts} experts of a layer.")
+        experts = (
+            f"has {config.num_experts} experts, which it does not divide" if config.num_experts else "has no experts"
+        )
+        raise ValueError(f"`ep` is {ep}, but a layer {experts}. Choose 1 or a divisor.")
     if not list(_microbatches(options, one)):
-        degrees = {"dp": one.dp, "gtp": one.gtp, "ep": ep, "microbatches": options.microbatches or 1}
-        words = " x ".join(f"{name} {size}" for name, size in degrees.items() if size and size > 1)
-        raise ValueError(f"`batch` is {options.sequences} sequences, which {words} do not divide.")
+        parts = one.dp * (one.gtp or 1) * ep * (options.microbatches or 1)
+        words = f"dp {one.dp} x gtp {one.gtp} x ep {ep}"
+        words += "" if options.microbatches is None else f" x microbatches {options.microbatches}"
+        raise ValueError(
+            f"`batch` is {options.sequences}, which {words} = {parts} does not divide. Take {parts}, for instance, or "
+            "leave degrees out."
+        )
 
 
 def _microbatches(options: PlanOptions, one: Parallelism) -> Iterator[int]:

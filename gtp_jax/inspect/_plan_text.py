@@ -7,26 +7,24 @@ from ..hlo import columns, quantity
 from ._placement import Axes, Placement
 from ._plan import Plan
 
-# The modelled time of the measured steps in `tests/inspect/test_plan.py`, as a part of the measured one.
-MODELLED_OF_MEASURED = (0.77, 1.02)
+# The modelled times of the measured steps in `tests/inspect/test_plan.py`, as parts of the measured ones.
+MODELLED_OF_MEASURED = (0.78, 1.01)
 
-_SHOWN_MS = 0.05  # the shortest time that a sentence is about
+_SHOWN_MS = 0.05  # the shortest time that is worth words
 
 
 def plan_text(plan: Plan) -> str:
     """Returns a table of the placements, the reasons, and the memory of the first one."""
     options, machine = plan.options, plan.options.machine
-    tokens = options.sequences * options.seq
     hosts = f", {machine.hosts} hosts of {options.gpus_per_host}" if machine.hosts > 1 else ""
     title = (
-        f"{options.title}: {options.model.param_count():,} parameters on {options.target}{hosts}; a step has "  # pyright: ignore
-        f"{options.sequences} sequences of {options.seq:,} tokens"
+        f"{options.title}: {options.model.param_count():,} parameters on {options.target}{hosts}; "
+        f"{options.sequences} x {options.seq:,} tokens per step"
     )
     if not plan.placements:
         return f"{title}\n\n{_none(plan)}\n\n{plan.memory}"
     best, *others = plan.placements
     peak = options.faster * hlo.fact(machine.chip, "bf16_peak").value
-    over = list(dict.fromkeys(axes for one in plan.placements for axes in one.exposed_ms))
     rows = [
         (
             str(one),
@@ -34,35 +32,41 @@ def plan_text(plan: Plan) -> str:
             f"{one.step_ms:.1f}",
             f"{one.shape.flops / (machine.devices * one.step_ms / 1e3 * peak):.0%}",
             f"{one.compute_ms:.1f}",
-            *(f"{one.exposed_ms[axes]:.1f}" if axes in one.exposed_ms else "" for axes in over),
+            ", ".join(f"{_words(axes)} {ms:.1f}" for axes, ms in one.exposed_ms.items() if ms > _SHOWN_MS),
             f"{one.memory_bytes / 2**30:.0f}",
-            ", ".join(map("x".join, sorted(one.crossing))),
+            ", ".join(map(_words, sorted(one.crossing))),
         )
         for one in plan.placements
     ]
-    header = ("placement", "microbatches", "step ms", "MFU", "compute ms")
-    header += (*(f"exposed over {'x'.join(axes)}" for axes in over), "GiB per GPU", "crosses hosts")
-    numbers = range(1, len(header) - 1)
-    if not any(row[-1] for row in rows):
+    header = ("placement", "microbatches", "step ms", "MFU", "compute ms", "exposed ms", "GiB", "crosses hosts")
+    why = [f"{best} is the fastest: {_first(best)}", *(f"{one} is {_behind(one, best)}" for one in others)]
+    flags = " ".join(f"--{axis} {size}" for axis, size in best.shape.degrees.items())
+    if options.network is None:
         header, rows = header[:-1], [row[:-1] for row in rows]
-    why = [f"{best}: {_first(best)}", *(f"{one}: {_behind(one, best)}" for one in others)]
     return (
-        f"{title}: {tokens:,}\n\n{columns(header, rows, right=numbers)}\n\n"
+        f"{title}\n\n{columns(header, rows, right=(1, 2, 3, 4, 6))}\n\n"
         + "\n".join(why)
-        + f"\n\n{_assumed(plan, best, peak)}\n\n{plan.memory}"
+        + f"\n\nflags of train and inspect: --preset {options.title} {flags} --batch {options.sequences} "
+        f"--microbatches {best.shape.microbatches} --seq {options.seq}\n\n{_assumed(plan, best, peak)}\n\n{plan.memory}"
     )
 
 
+def _words(axes: Axes) -> str:
+    return " x ".join(axes)
+
+
 def _first(best: Placement) -> str:
-    """Returns why a placement is the fastest."""
-    found = [_where(best, axes) for axes, ms in best.traffic_ms.items() if ms > _SHOWN_MS]
-    return f"fastest: {'; '.join(found)}" if found else "fastest: nothing is communicated"
+    """Returns what the fastest placement sends, and what of it is exposed."""
+    sent = [_where(best, axes) for axes, ms in best.traffic_ms.items() if ms > _SHOWN_MS]
+    return "; ".join(sent) or "nothing is communicated"
 
 
 def _where(one: Placement, axes: Axes) -> str:
-    exposed, traffic = one.exposed_ms[axes], one.traffic_ms[axes]
-    network = one.line.network is not None
-    where = " crosses hosts and" if axes in one.crossing else " stays within a host and" if network else ""
+    """Returns where axes are, and what of their traffic is exposed."""
+    exposed, traffic, ranks = one.exposed_ms[axes], one.traffic_ms[axes], one.ranks_per_host(axes)
+    where = " stays within a host and" if one.line.network is not None else ""
+    if ranks is not None:
+        where = f" crosses hosts, with {ranks} of a group's ranks on each, and"
     return f"{one.of(axes)}{where} exposes {exposed:.1f} of {traffic:.1f} ms"
 
 
@@ -71,39 +75,40 @@ def _behind(one: Placement, best: Placement) -> str:
     longer = {axes: ms - best.exposed_ms.get(axes, 0.0) for axes, ms in one.exposed_ms.items()}
     axes = max(longer, key=lambda axes: longer[axes], default=())
     computing = one.compute_ms - best.compute_ms
-    behind = f"{one.step_ms - best.step_ms:.1f} ms behind"
+    behind = f"{one.step_ms - best.step_ms:.1f} ms slower"
     if longer.get(axes, 0.0) > max(computing, _SHOWN_MS):
         return f"{behind}: {_where(one, axes)}"
     if computing > _SHOWN_MS:
         count = one.shape.microbatches
         parts = f", in {count} microbatches" if count > best.shape.microbatches else ""
-        return f"{behind}: computes {computing:.1f} ms longer{parts}"
+        return f"{behind}: it computes {computing:.1f} ms longer{parts}"
     return "as fast, by this model"
 
 
 def _none(plan: Plan) -> str:
-    if plan.options.microbatches is None:
-        return f"none of {plan.considered} placements fits, with any number of microbatches"
-    return f"none of {plan.considered} placements fits with {plan.options.microbatches} microbatches"
+    count = plan.options.microbatches
+    parts = "any number of" if count is None else count
+    return f"none of {plan.considered} placements fits with {parts} microbatches; this is what the smallest needs"
 
 
 def _assumed(plan: Plan, best: Placement, peak: float) -> str:
     """Returns what the model assumes, and how good it is."""
-    options, line = plan.options, best.line
-    low, high = MODELLED_OF_MEASURED
+    line, (low, high) = best.line, MODELLED_OF_MEASURED
     facts = {**line.rates, "NVLink": line.link_rate, "each array of a collective": line.link_latency}
     network = (
-        f"  network at {quantity(line.network.rate, 'B/s')} per GPU (--network-rate); nothing has run between hosts\n"
+        f"  network at {quantity(line.network.rate, 'B/s')} per GPU, as --network-rate says; latencies and congestion "
+        "between hosts are left out, and nothing has run there\n"
         if line.network
         else ""
     )
     return (
-        f"modelled from shapes, the best of {plan.considered} placements and one of each kind; nothing was compiled or "
-        f"run. Of steps measured on 1 to 4\nGPUs of a host, the model has {low} to {high} times the time, least for "
-        "experts.\n\n"
+        f"modelled from shapes: the best of {plan.considered} placements, and the best with each axis. Nothing was "
+        f"compiled or run. The times of steps that were\nmeasured, on 1 to 4 GPUs of a host, are modelled at {low} to "
+        f"{high} of what they took; least with experts\n\n"
         + "".join(f"  {what} at {quantity(one.value, one.unit)}: {one.source}\n" for what, one in facts.items())
         + network
-        + f"  MFU of {quantity(peak, 'FLOP/s')} (--peak); bf16 weights, AdamW, remat matmuls, --grad-reduce "
-        f"{options.grad_reduce}\n"
-        f"  GiB of state and of an estimate of the rest, which `gtp-jax inspect` compiles"
+        + f"  MFU is of {quantity(peak, 'FLOP/s')}, as --peak says or the chip's datasheet\n"
+        f"  GiB per GPU: the state, and an estimate of the rest; `gtp-jax inspect` compiles a step and counts\n"
+        f"  bf16 weights and activations, --remat matmuls, --grad-reduce {plan.options.grad_reduce}, experts evenly "
+        "loaded"
     )

@@ -112,3 +112,10 @@ def test_timeline_with_a_network_exposes_what_the_matmul_does_not_hide():
 def test_ranks_of_a_group_are_read_in_every_notation(text, groups):
     found = {tuple(sorted(group)) for group in replica_groups(text, 8)}
     assert found == set(groups)
+
+
+def test_ranks_of_a_mesh_are_grouped_as_the_compiler_groups_them():
+    sizes = {"dp": 2, "gtp": 2, "tp": 2}
+    for axes in (["tp"], ["gtp"], ["dp", "tp"], ["gtp", "dp"]):
+        text = f"replica_groups=mesh['dp'=2,'gtp'=2,'tp'=2] {{{','.join(map(repr, axes))}}}"
+        assert set(hlo.groups_over(sizes, axes)) == {tuple(sorted(group)) for group in replica_groups(text, 8)}

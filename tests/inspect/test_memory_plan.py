@@ -13,12 +13,12 @@ from messages import naming
 
 import gtp_jax as gtp
 from gtp_jax import hlo
-from gtp_jax.inspect import InspectOptions, MemoryOptions, as_json, as_text, inspect, plan_memory
+from gtp_jax.inspect import InspectOptions, PlanOptions, as_json, as_text, inspect, plan
 from gtp_jax.inspect._state_memory import state_memory
 from gtp_jax.models import PRESETS, build, preset_of
 from gtp_jax.nn import abstract_model
 from gtp_jax.runner.cli import main
-from gtp_jax.runner.flags import Execution, ModelSizes, Parallelism
+from gtp_jax.runner.flags import Execution, FreeDegrees, ModelSizes
 
 from ..hlo.programs import needs_target
 
@@ -43,8 +43,9 @@ def options_of(said: str) -> dict[str, list[str]]:
 
 def test_8b_fits_on_one_h200_only_with_a_state_on_the_host_or_with_narrow_moments(monkeypatch, capsys):
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
-    assert main(["plan-memory", "8b", "--target", "h200:1"]) == 0
+    assert main(["plan", "8b", "--target", "h200:1"]) == 0
     said = capsys.readouterr().out
+    assert "none of 1 placements fits" in said
     count = PRESETS["8b"].param_count()
     gb = lambda n: hlo.quantity(n * count, "B")  # noqa: E731
     found = options_of(said)
@@ -56,37 +57,30 @@ def test_8b_fits_on_one_h200_only_with_a_state_on_the_host_or_with_narrow_moment
     assert found["--offload masters"][4] == f"{4 * count / 55e9 + 12 * count / 35e9:.2f} s"
     assert re.search(naming("114 GB 151 GB (0.75) activations"), said)
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
-    assert "are left" in options_of(str(plan_memory(MemoryOptions(preset="8b"))))["none"][3]
+    assert "are left" in options_of(str(plan(PlanOptions(preset="8b", target="h200:1")).memory))["none"][3]
 
 
 def test_weights_that_are_gathered_are_not_kept_whole_and_their_gradients_are_summed_in_float32():
-    plan = plan_memory(MemoryOptions(preset="8b", target="h200:8", parallelism=Parallelism(tp=2)))
-    by_name = {choice.options: choice for choice in plan.choices}
+    degrees = FreeDegrees(dp=1, gtp=4, tp=2)
+    memory = plan(PlanOptions(preset="8b", degrees=degrees)).memory
+    by_name = {choice.options: choice for choice in memory.choices}
     weights = by_name["none"].between.device_bytes // 3
-    assert plan.degrees == {"dp": 1, "gtp": 4, "tp": 2}
+    assert memory.degrees == {"dp": 1, "gtp": 4, "tp": 2}
     assert by_name["none"].step_bytes == 4 * weights
     masters = by_name["--offload masters"]
     assert masters.step_bytes == masters.between.device_bytes + weights + weights // 2
 
 
 def test_a_plan_says_where_the_host_can_keep_nothing():
-    plan = plan_memory(MemoryOptions(preset="8b", target="h200:7"))
-    assert not [choice for choice in plan.choices if "--offload" in choice.options]
-    assert re.search(naming("--offload refused padded blocks.layers.attention.out.kernel"), str(plan))
+    memory = plan(PlanOptions(preset="8b", target="h200:7", degrees=FreeDegrees(dp=1))).memory
+    assert not [choice for choice in memory.choices if "--offload" in choice.options]
+    assert re.search(naming("--offload refused padded blocks.layers.attention.out.kernel"), str(memory))
 
 
-def test_targets_degrees_and_fractions_that_are_none_are_refused_by_name(monkeypatch, capsys):
-    for words, message in (
-        (["8b", "--target", "b200:8"], "`target` 'b200:8' 'b200' h100, h200"),
-        (["8b", "--target", "h200:8", "--gtp", "3"], "gtp 3 8 devices"),
-        (["8b", "--target", "h200:64", "--tp", "64"], "tp 64 (32 query heads)"),
-        (["8c"], "`preset` '8c' 8b"),
-    ):
-        assert main(["plan-memory", *words]) == 2
-        assert re.search(naming(message), capsys.readouterr().err)
+def test_a_fraction_of_memory_that_is_none_is_refused(monkeypatch):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "much")
     with pytest.raises(ValueError, match=naming("XLA_PYTHON_CLIENT_MEM_FRACTION 'much' 0.9")):
-        plan_memory(MemoryOptions(preset="tiny"))
+        plan(PlanOptions(preset="tiny"))
 
 
 @pytest.mark.full

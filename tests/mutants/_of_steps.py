@@ -151,4 +151,16 @@ MUTANTS = (
         "for i in (dim, *map(self.divides.index, own))]",
         ("tests/optimizers/test_muon.py::test_arguments_mean_what_they_mean_to_optax[aol, dion]",),
     ),
+    Mutant(
+        "a plan models every collective as if NVLink joined all hosts",
+        "shape.chip, options.network, faster=options.faster)",
+        "shape.chip, None, faster=options.faster)",
+        ("tests/inspect/test_plan.py::test_degrees_that_are_given_stay_and_a_network_costs_what_crosses_hosts",),
+    ),
+    Mutant(
+        "a wait behind another collective counts for both axes of a plan",
+        "found[axes] -= held / 1e3",
+        "found[axes] -= 0.0",
+        ("tests/inspect/test_plan.py::test_a_plan_lists_the_fastest_placements_and_says_why",),
+    ),
 )
