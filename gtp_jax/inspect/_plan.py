@@ -14,6 +14,7 @@ from ..models import LlamaConfig
 from ..runner.flags import Parallelism, PlanOptions
 from ._memory_plan import MemoryPlan, limit_bytes, plan_memory
 from ._placement import Placement, placement, step_shape
+from ._plan_text import plan_text
 
 _MOST = 3  # placements that are kept whatever their axes
 
@@ -35,7 +36,7 @@ class Plan:
         options: the options of the plan.
         placements: those that fit, fastest first; empty if none fits.
         considered: the number of placements that the model and the batch allow.
-        memory: with which options the state fits, in the first placement, or else in the smallest.
+        memory: the options with which the state fits, in the first placement, or else in the smallest.
     """
 
     options: PlanOptions
@@ -44,9 +45,7 @@ class Plan:
     memory: MemoryPlan
 
     def __str__(self) -> str:
-        from ._plan_text import plan_text
-
-        return plan_text(self)
+        return plan_text(self.options, self.placements, self.considered, self.memory)
 
 
 def plan(options: PlanOptions) -> Plan:
@@ -71,17 +70,24 @@ def plan(options: PlanOptions) -> Plan:
     for parallelism in allowed:
         add(parallelism)
     kept: list[Placement] = []
+    refused: list[ValueError] = []  # by layers, when they are built on the mesh
     while queue:
         found = heapq.heappop(queue)[2]
         kinds = [kind for kind in _KINDS if kind(found) and not any(map(kind, kept))]
         if len(kept) >= _MOST and not kinds:
             continue
-        state = plan_memory(options.model, options.machine, found.parallelism).choices[0].between.device_bytes
-        found = dataclasses.replace(found, state_bytes=state)
+        try:
+            state = plan_memory(options.model, options.machine, found.parallelism).choices[0].between
+        except ValueError as error:
+            refused.append(error)
+            continue
+        found = dataclasses.replace(found, state_bytes=state.device_bytes)
         if found.memory_bytes <= limit:
             kept.append(found)
         else:
             add(found.parallelism, found.shape.microbatches)
+    if refused and not kept:
+        raise refused[0]
     best = kept[0].parallelism if kept else min(allowed, key=lambda one: step_shape(options, one, 1).state_bytes)
     return Plan(options, tuple(kept), len(allowed), plan_memory(options.model, options.machine, best))
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from .. import hlo
 from ..hlo import columns, quantity
+from ..runner.flags import PlanOptions
+from ._memory_plan import MemoryPlan
 from ._placement import Axes, Placement
-from ._plan import Plan
 
 # The modelled times of the measured steps in `tests/inspect/test_plan.py`, as parts of the measured ones.
 MODELLED_OF_MEASURED = (0.78, 1.01)
@@ -13,17 +16,17 @@ MODELLED_OF_MEASURED = (0.78, 1.01)
 _SHOWN_MS = 0.05  # the shortest time that is worth words
 
 
-def plan_text(plan: Plan) -> str:
-    """Returns a table of the placements, the reasons, and the memory of the first one."""
-    options, machine = plan.options, plan.options.machine
+def plan_text(options: PlanOptions, placements: Sequence[Placement], considered: int, memory: MemoryPlan) -> str:
+    """Returns a table of the placements, the reasons, and the memory of the first one; see `Plan`."""
+    machine = options.machine
     hosts = f", {machine.hosts} hosts of {options.gpus_per_host}" if machine.hosts > 1 else ""
     title = (
         f"{options.title}: {options.model.param_count():,} parameters on {options.target}{hosts}; "
         f"{options.sequences} x {options.seq:,} tokens per step"
     )
-    if not plan.placements:
-        return f"{title}\n\n{_none(plan)}\n\n{plan.memory}"
-    best, *others = plan.placements
+    if not placements:
+        return f"{title}\n\n{_none(options, considered)}\n\n{memory}"
+    best, *others = placements
     peak = options.faster * hlo.fact(machine.chip, "bf16_peak").value
     rows = [
         (
@@ -36,10 +39,10 @@ def plan_text(plan: Plan) -> str:
             f"{one.memory_bytes / 2**30:.0f}",
             ", ".join(map(_words, sorted(one.crossing))),
         )
-        for one in plan.placements
+        for one in placements
     ]
     header = ("placement", "microbatches", "step ms", "MFU", "compute ms", "exposed ms", "GiB", "crosses hosts")
-    why = [f"{best} is the fastest: {_first(best)}", *(f"{one} is {_behind(one, best)}" for one in others)]
+    why = [f"{best} is the fastest: {_first(best)}", *(f"{one} is {_slower(one, best)}" for one in others)]
     flags = " ".join(f"--{axis} {size}" for axis, size in best.shape.degrees.items())
     if options.network is None:
         header, rows = header[:-1], [row[:-1] for row in rows]
@@ -47,7 +50,8 @@ def plan_text(plan: Plan) -> str:
         f"{title}\n\n{columns(header, rows, right=(1, 2, 3, 4, 6))}\n\n"
         + "\n".join(why)
         + f"\n\nflags of train and inspect: --preset {options.title} {flags} --batch {options.sequences} "
-        f"--microbatches {best.shape.microbatches} --seq {options.seq}\n\n{_assumed(plan, best, peak)}\n\n{plan.memory}"
+        f"--microbatches {best.shape.microbatches} --seq {options.seq}"
+        f"\n\n{_assumed(options, considered, best, peak)}\n\n{memory}"
     )
 
 
@@ -70,28 +74,28 @@ def _where(one: Placement, axes: Axes) -> str:
     return f"{one.of(axes)}{where} exposes {exposed:.1f} of {traffic:.1f} ms"
 
 
-def _behind(one: Placement, best: Placement) -> str:
+def _slower(one: Placement, best: Placement) -> str:
     """Returns what costs a placement most, compared with the fastest."""
     longer = {axes: ms - best.exposed_ms.get(axes, 0.0) for axes, ms in one.exposed_ms.items()}
     axes = max(longer, key=lambda axes: longer[axes], default=())
     computing = one.compute_ms - best.compute_ms
-    behind = f"{one.step_ms - best.step_ms:.1f} ms slower"
+    slower = f"{one.step_ms - best.step_ms:.1f} ms slower"
     if longer.get(axes, 0.0) > max(computing, _SHOWN_MS):
-        return f"{behind}: {_where(one, axes)}"
+        return f"{slower}: {_where(one, axes)}"
     if computing > _SHOWN_MS:
         count = one.shape.microbatches
         parts = f", in {count} microbatches" if count > best.shape.microbatches else ""
-        return f"{behind}: it computes {computing:.1f} ms longer{parts}"
+        return f"{slower}: it computes {computing:.1f} ms longer{parts}"
     return "as fast, by this model"
 
 
-def _none(plan: Plan) -> str:
-    count = plan.options.microbatches
+def _none(options: PlanOptions, considered: int) -> str:
+    count = options.microbatches
     parts = "any number of" if count is None else count
-    return f"none of {plan.considered} placements fits with {parts} microbatches; this is what the smallest needs"
+    return f"none of {considered} placements fits with {parts} microbatches; this is what the smallest needs"
 
 
-def _assumed(plan: Plan, best: Placement, peak: float) -> str:
+def _assumed(options: PlanOptions, considered: int, best: Placement, peak: float) -> str:
     """Returns what the model assumes, and how good it is."""
     line, (low, high) = best.line, MODELLED_OF_MEASURED
     facts = {**line.rates, "NVLink": line.link_rate, "each array of a collective": line.link_latency}
@@ -102,13 +106,14 @@ def _assumed(plan: Plan, best: Placement, peak: float) -> str:
         else ""
     )
     return (
-        f"modelled from shapes: the best of {plan.considered} placements, and the best with each axis. Nothing was "
-        f"compiled or run. The times of steps that were\nmeasured, on 1 to 4 GPUs of a host, are modelled at {low} to "
-        f"{high} of what they took; least with experts\n\n"
+        f"Modelled from shapes: the best of {considered} placements, and the best with each axis. Nothing was compiled "
+        "or run.\n"
+        f"Steps that were measured, on 1 to 4 GPUs of a host, are modelled at {low} to {high} of their time, least "
+        "with experts.\n\n"
         + "".join(f"  {what} at {quantity(one.value, one.unit)}: {one.source}\n" for what, one in facts.items())
         + network
         + f"  MFU is of {quantity(peak, 'FLOP/s')}, as --peak says or the chip's datasheet\n"
         f"  GiB per GPU: the state, and an estimate of the rest; `gtp-jax inspect` compiles a step and counts\n"
-        f"  bf16 weights and activations, --remat matmuls, --grad-reduce {plan.options.grad_reduce}, experts evenly "
+        f"  bf16 weights and activations, --remat matmuls, --grad-reduce {options.grad_reduce}, experts evenly "
         "loaded"
     )

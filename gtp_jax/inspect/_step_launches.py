@@ -1,9 +1,8 @@
 """Writes the launches of a training step from shapes, in the order in which XLA launches those of a compiled one.
 
-`hlo.timeline` times them, as it times the launches of a compiled step. The layers of a chain are alike, so a layer
-stands here once and runs many times; layers with windows count as their mean. Experts are taken to be evenly loaded.
-The order, the bytes that elementwise kernels move, and what is overlapped follow steps compiled for H200s
-(`tests/inspect/test_plan.py` compares them).
+`hlo.timeline` times them, as it times the launches of a compiled step. A layer is written once and runs many times;
+layers with windows count as their mean. Experts are taken to be evenly loaded. The order, the bytes that elementwise
+kernels move, and what is overlapped follow steps compiled for H200s (`tests/inspect/test_plan.py` compares them).
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ class _Flight:
         self.at: int | None = None
 
     def start(self) -> None:
-        """Launches it, if that has not happened."""
+        """Launches it once."""
         if self.at is not None or not self.size:
             return
         groups = hlo.groups_over(self.order.shape.degrees, self.axes)

@@ -1,4 +1,4 @@
-"""Says how large the parts of a training step are on one device, from its options alone."""
+"""Counts the sizes of a training step's parts on one device, from its options alone."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class StepShape:
 
     @property
     def shard(self) -> float:
-        """What a rank prepares for sending: its shard, gathered over dp."""
+        """The shard that a rank prepares for sending, gathered over dp."""
         return self.dense / self.dense_ranks + self.experts / self.expert_ranks
 
     @property

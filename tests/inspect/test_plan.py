@@ -185,6 +185,11 @@ def test_degrees_that_are_given_stay_and_a_network_costs_what_crosses_hosts():
     assert slow / 2 < fast < 0.6 * slow, "elementwise kernels are as fast as before"
 
 
+def test_placements_that_layers_refuse_are_left_out():
+    found = plan(PlanOptions(preset="gpt-oss-20b", target="h200:16")).placements
+    assert found and all(one.shape.ep == 1 for one in found), "its experts have biases"
+
+
 def test_microbatches_are_the_fewest_that_fit(monkeypatch):
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
     given: Any = dict(preset="8b", degrees=FreeDegrees(gtp=8))
@@ -202,6 +207,7 @@ def test_microbatches_are_the_fewest_that_fit(monkeypatch):
         ("8b --target h200:64 --tp 64", "tp 64 (32 query heads)"),
         ("8b --ep 2", "`ep` 2 experts"),
         ("mixtral --target h200:16 --ep 16", "`ep` 16 8 experts"),
+        ("gpt-oss-20b --ep 2", "`biases` ep 2"),
         ("8b --gtp 8 --batch 7", "`batch` 7 gtp 8"),
         ("8b --microbatches 3 --gtp 8", "`batch` 8 microbatches 3 24"),
         ("8b --network-rate 0", "`network_rate` 0.0"),

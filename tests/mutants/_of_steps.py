@@ -158,7 +158,7 @@ MUTANTS = (
         ("tests/inspect/test_plan.py::test_degrees_that_are_given_stay_and_a_network_costs_what_crosses_hosts",),
     ),
     Mutant(
-        "a wait behind another collective counts for both axes of a plan",
+        "a wait for a collective that another holds up counts for the axes of both",
         "found[axes] -= held / 1e3",
         "found[axes] -= 0.0",
         ("tests/inspect/test_plan.py::test_a_plan_lists_the_fastest_placements_and_says_why",),
