@@ -20,14 +20,14 @@ from selection import others_full
 import gtp_jax as gtp
 from gtp_jax import hook
 
-from .models import GPT2, Block, Few, mean_of, tokens
+from .models import GPT2, Brief, Few, mean_of, tokens
 from .steps import MESHES, scope
 
 DEPTH = 2
 
 
 def make(rngs=None):
-    return GPT2(nnx.Rngs(0, dropout=1) if rngs is None else rngs, depth=DEPTH)
+    return GPT2(nnx.Rngs(0, dropout=1) if rngs is None else rngs, depth=DEPTH, block=Brief)
 
 
 drawn = nnx.jit(make)
@@ -51,8 +51,8 @@ def test_classes_paths_and_methods_are_those_they_were(x64):
     plain = drawn()
     with scope(MESHES["gtp 8"]):
         model = sharded()
-        assert isinstance(model, GPT2) and all(isinstance(block, Block) for block in model.blocks)
-        assert type(model.blocks[0]) is not Block and type(model.blocks[0]).__name__ == "Block"
+        assert isinstance(model, GPT2) and all(isinstance(block, Brief) for block in model.blocks)
+        assert type(model.blocks[0]) is not Brief and type(model.blocks[0]).__name__ == "Brief"
         assert isinstance(model.blocks, nnx.List) and len(model.blocks) == DEPTH
         paths = [[path for path, _ in nnx.to_flat_state(nnx.state(m))] for m in (model, plain)]
         assert paths[0] == paths[1]
@@ -172,7 +172,7 @@ def test_a_model_is_created_as_shards(x64):
         def create():
             return sharded()
 
-        kernel = create().blocks[0].up.kernel.get_value()
+        kernel = create().blocks[0].linear.kernel.get_value()
         assert kernel.addressable_shards[0].data.size == kernel.size // 8
 
 

@@ -63,7 +63,8 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "view"), others_full(CASES, CASES[:1]))
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "view"), CASES)
 def test_options_do_not_change_steps_of_padded_weights(name, view, x64):
     assert_same_steps("adamw", "gtp 3, dp 2", view=view, **OPTIONS[name])
 
@@ -162,7 +163,8 @@ def test_a_weight_that_a_call_writes_is_padded_again(x64):
     same(found[1], found[0])
 
 
-@pytest.mark.parametrize("degrees", others_full([((7, 5, 1),), ((7, 5, 8, 1, 7),)], [((7, 5, 1),)]))
+@pytest.mark.full
+@pytest.mark.parametrize("degrees", [(7, 5, 1), (7, 5, 8, 1, 7)])
 def test_a_checkpoint_is_logical_and_moves_between_degrees(degrees, tmp_path, x64):
     optimizer, meshes = optax.sgd(1e-2, momentum=0.9), (on(gtp=degree) for degree in degrees)
     with Checkpoints(tmp_path) as checkpoints:
@@ -228,9 +230,8 @@ RECIPES = {
 USUAL = ["NVFP4", "FP8 in blocks", "MXFP8 matmuls", "FP8", "MXFP8", "FP8 matmuls"]
 
 
-@pytest.mark.parametrize(
-    ("name", "mesh", "view"), pairwise(USUAL, ["gtp 7", "gtp 3, dp 2"], ["global", "local"], usual=1)
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "mesh", "view"), pairwise(USUAL, ["gtp 7", "gtp 3, dp 2"], ["global", "local"]))
 def test_steps_under_a_recipe_are_those_of_one_device(name, mesh, view, x64):
     recipe, atol = RECIPES[name]
     assert_same_steps("adamw", mesh, recipe=recipe, atol=atol, view=view)
@@ -258,7 +259,8 @@ def test_where_tp_cuts_blocks_calls_are_those_of_weights_that_are_not_padded(nam
     same(found[1], found[0], 1e-6 if "blocks" in name else 1e-12)
 
 
-@pytest.mark.parametrize(("wire", "view"), pairwise(["fp8", "mxfp8", "bf16"], ["global", "local"], usual=1))
+@pytest.mark.full
+@pytest.mark.parametrize(("wire", "view"), pairwise(["fp8", "mxfp8", "bf16"], ["global", "local"]))
 def test_exchanged_gradients_are_those_of_gtp_jax_own_layers(wire, view, x64):
     rng = np.random.default_rng(0)
     x = rng.normal(size=(42, 33))

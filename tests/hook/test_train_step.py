@@ -11,14 +11,14 @@ import gtp_jax as gtp
 from gtp_jax.checkpoint import Checkpoints
 from gtp_jax.nn import abstract_model
 
-from .models import GPT2, tokens
+from .models import GPT2, Brief, tokens
 from .steps import MESHES, scope
 
 OPTIMIZER = optax.adamw(1e-2, eps=1e-3)
 
 
 def make(rngs):
-    return GPT2(rngs, depth=2)
+    return GPT2(rngs, depth=2, block=Brief)
 
 
 def sharded(rngs):
