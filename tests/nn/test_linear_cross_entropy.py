@@ -55,7 +55,7 @@ def without_logits(model, batch):
 
 
 @pytest.mark.parametrize(
-    ("head", "mesh", "view"), pairwise(HEADS, ["tp 2", "gtp 8", "tp 4", "no mesh"], ["local", "global"], usual=6)
+    ("head", "mesh", "view"), pairwise(HEADS, ["tp 2", "gtp 8", "tp 4", "no mesh"], ["local", "global"], usual=4)
 )
 def test_every_head_in_every_view_has_the_loss_and_gradients_of_its_logits(head, mesh, view, x64):
     rng = np.random.default_rng(0)
@@ -270,6 +270,7 @@ def packed_batch():
     return {"tokens": tokens, "targets": targets, "segment_ids": np.repeat([[0] * 5 + [1] * 7], 8, axis=0)}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("view", "tied"), [("local", True), pytest.param("global", False, marks=pytest.mark.full)])
 def test_a_llama_with_a_loss_chunk_trains_as_without(view, tied, x64):
     optimizer, found = optax.sgd(1.0), []

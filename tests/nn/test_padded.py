@@ -123,7 +123,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", others_full(OPTIMIZERS, ["muon", "rms"]))
+@pytest.mark.parametrize("name", others_full(OPTIMIZERS, ["rms"]))
 @pytest.mark.filterwarnings("ignore:the optimizer treats the layers")
 def test_optimizers_see_logical_arrays_and_leave_the_padding_zero(name, x64):
     found = []
@@ -148,6 +148,7 @@ def test_optimizers_see_logical_arrays_and_leave_the_padding_zero(name, x64):
     same(found[1], found[0], atol=1e-13)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(bool(hlo.missing_packages()), reason="compiling for a GPU needs its packages")
 def test_a_step_on_h200_pads_each_gradient_once_and_no_activation_and_copies_no_padded_layer():
     mesh = gtp.make_mesh(gtp=7, devices=hlo.topology_devices(hlo.parse_target("h200:7")))
@@ -265,6 +266,7 @@ def test_padded_arrays_of_a_state_are_refused_in_a_model_that_is_not_padded(laye
             call(model, x)
 
 
+@pytest.mark.full
 def test_a_gradient_of_padded_weights_is_differentiated_again_as_on_one_device(x64):
     x, found = jax.random.normal(jax.random.key(0), (7, 26)), []
 

@@ -100,7 +100,8 @@ def trained(model, view="global", **degrees):
         return jax.tree.map(np.asarray, state.logical().params), losses
 
 
-@pytest.mark.parametrize("case", others_full(CASES, ["arrays whose elements are read, gtp 7"]))
+@pytest.mark.full
+@pytest.mark.parametrize("case", CASES)
 def test_steps_with_padded_arrays_are_those_of_one_device(case, x64):
     model, degrees, view = CASES[case]
     plain = model.func if isinstance(model, functools.partial) else model

@@ -145,7 +145,8 @@ def train(steps, degrees, recipe, **options):
 VIEWS = [dict(view="global"), dict(view="local"), dict(view="global", microbatches=2)]
 
 
-@pytest.mark.parametrize(("name", "degrees", "options"), pairwise(RECIPES, MESHES, VIEWS, usual=1))
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "degrees", "options"), pairwise(RECIPES, MESHES, VIEWS))
 def test_adapters_over_padded_codes_train_as_on_one_device(name, degrees, options, x64):
     if "tp" in degrees and options["view"] == "local":
         options = dict(view="global")  # in local view, `nnx.LoRA` would get parts of features
