@@ -135,9 +135,8 @@ def gathered(found, is_weight) -> int:
     )
 
 
-@pytest.mark.parametrize(
-    "policy, unroll", others_full([("regather", 0), ("regather", 1), ("keep", 0), ("keep", 1)], [("regather", 0)])
-)
+@pytest.mark.full
+@pytest.mark.parametrize("policy, unroll", [("regather", 0), ("regather", 1), ("keep", 0), ("keep", 1)])
 def test_the_partitioner_gathers_as_often_as_its_policy_says(partitioner, policy, unroll):
     found = compiled(partitioner, benchmarks.Workload(**SIZES, seq=32, sequences=4, gtp=4), policy, unroll)
     model = LlamaConfig(**SIZES)

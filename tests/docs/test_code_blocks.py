@@ -19,8 +19,6 @@ NOT_RUN = 15
 # Pages whose programs take seconds at most; the others are full.
 BY_DEFAULT = {
     "README.md",
-    "docs/checkpoints.md",
-    "docs/commands.md",
     "docs/conversion.md",
     "docs/how-it-works.md",
     "gtp_jax/formats/README.md",

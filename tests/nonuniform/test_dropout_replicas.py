@@ -81,7 +81,8 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("name", others_full(PLANS, ["4 and 3"]))
+@pytest.mark.full
+@pytest.mark.parametrize("name", PLANS)
 def test_no_two_positions_of_a_batch_have_the_same_mask_in_any_step(name):
     plan = gtp.nonuniform.plan_faults(**PLANS[name])
     mesh, state, step = start(adapted, plan, microbatches=plan.microbatches)

@@ -47,7 +47,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", others_full(CASES, ["all but a tied table"]))
+@pytest.mark.full
+@pytest.mark.parametrize("name", CASES)
 def test_steps_around_frozen_weights_are_those_of_one_device(name, x64):
     make, degrees = CASES[name]
     plan = gtp.nonuniform.plan_faults(**degrees)

@@ -83,12 +83,14 @@ def four_and_three():
         yield trained(ODD, FOUR_AND_THREE)
 
 
+@pytest.mark.full
 def test_gradients_and_steps_are_those_of_one_device(four_and_three):
     found, wanted = four_and_three
     assert_close(found, wanted)
     assert_replicas_agree(found)
 
 
+@pytest.mark.full
 def test_padding_is_zero_on_the_core_and_in_replicas_after_steps(four_and_three, x64):
     state, step, core = (four_and_three[0][name] for name in ("state", "step", "mesh"))
     with jax.set_mesh(core):
@@ -104,6 +106,7 @@ def test_padding_is_zero_on_the_core_and_in_replicas_after_steps(four_and_three,
     assert seen
 
 
+@pytest.mark.full
 def test_checkpoints_move_between_padded_replicas_and_one_device_bit_for_bit(four_and_three, tmp_path, x64):
     state, wanted = four_and_three[0]["state"], four_and_three[0]["end"]
     with Checkpoints(tmp_path) as checkpoints:

@@ -94,7 +94,7 @@ def test_a_mistake_in_a_loss_is_raised_and_printed_once(tmp_path, capfd):
 @pytest.mark.parametrize(
     ("data", "offloads"),
     [
-        pytest.param(lambda: batches, [None] * 3, id="a function"),
+        pytest.param(lambda: batches, [None] * 3, id="a function", marks=pytest.mark.full),
         pytest.param(lambda: list(batches()), [None] * 3, id="a list", marks=pytest.mark.full),
         pytest.param(Stateful, [None] * 3, id="iterators with a state", marks=pytest.mark.full),
         pytest.param(lambda: batches, ["masters", None, "optimizer"], id="a state that moves to the host and back"),

@@ -30,10 +30,9 @@ from gtp_jax.runner.trainer._start import check_same_optimizer
 
 from .runs import losses, read_records, small
 
-SIZES = dict(num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, head_dim=8, intermediate_size=64, seq=16)
+SIZES = dict(num_layers=1, hidden_size=32, num_heads=4, num_kv_heads=2, head_dim=8, intermediate_size=64, seq=16)
 MODEL = LlamaConfig(
-    **{name: size for name, size in SIZES.items() if name not in ("seq", "num_layers")},
-    num_layers=1,
+    **{name: size for name, size in SIZES.items() if name != "seq"},
     vocab_size=128,
     num_experts=4,
     top_k=2,

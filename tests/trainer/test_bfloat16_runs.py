@@ -4,7 +4,6 @@ import math
 import shutil
 
 import pytest
-from selection import others_full
 
 from gtp_jax.runner.cli import main
 
@@ -23,7 +22,8 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", others_full(KINDS, ["dense"]))
+@pytest.mark.full
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_run_learns_is_resumed_bit_for_bit_and_generates(text, tmp_path, capsys, kind):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert main(["train", *small(text, whole, lr=0.02, warmup=0, dtype="bfloat16"), *KINDS[kind]]) == 0

@@ -36,7 +36,11 @@ def made(tmp_path_factory):
     text = write_text(folder / "text", documents=8)
     write_model(folder / "hf", {name: x * 0.1 for name, x in random_tensors(HF).items()}, HF)
     import_llama(folder / "hf", folder / "imported")
-    flags = [*small(text, folder / "run", steps=4, save_every=2, gtp=4, tp=2), f"--from={folder / 'imported'}", *LORA]
+    flags = [
+        *small(text, folder / "run", steps=4, save_every=2, eval_every=0, gtp=4, tp=2),
+        f"--from={folder / 'imported'}",
+        *LORA,
+    ]
     assert main(["train", *flags]) == 0
     return folder
 

@@ -18,11 +18,13 @@ from gtp_jax.runner.trainer._optimizer import optimizer_of
 
 from .runs import finish, logged, read_records, small, start, train, wait_until
 
+SMALL = dict(num_layers=1, eval_every=0)
+
 
 @pytest.fixture(scope="module")
 def never_stopped(text, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("never") / "run"
-    assert main(["train", *small(text, out, num_layers=1)]) == 0
+    assert main(["train", *small(text, out, **SMALL)]) == 0
     return out
 
 
@@ -45,10 +47,10 @@ def assert_same_run(one: Path, other: Path) -> None:
 
 
 # before the first checkpoint, and between two
-@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 5])
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.full)])
 def test_killed_and_resumed_equals_never_stopped(step, text, never_stopped, tmp_path):
     out = tmp_path / "run"
-    run = start(small(text, out, num_layers=1))
+    run = start(small(text, out, **SMALL))
     wait_until(lambda: logged(out, step), run)
     run.kill()
     finish(run)
@@ -59,7 +61,7 @@ def test_killed_and_resumed_equals_never_stopped(step, text, never_stopped, tmp_
 
 @pytest.mark.slow
 def test_one_seed_gives_one_run_and_another_seed_another(text, never_stopped, tmp_path):
-    train(small(text, tmp_path / "same", num_layers=1))
+    train(small(text, tmp_path / "same", **SMALL))
     assert_same_run(tmp_path / "same", never_stopped)
-    train(small(text, tmp_path / "other", num_layers=1, seed=1))
+    train(small(text, tmp_path / "other", seed=1, **SMALL))
     assert read_records(tmp_path / "other")[1]["loss"] != read_records(never_stopped)[1]["loss"]
