@@ -56,7 +56,8 @@ def test_gradients_are_those_without_bit_for_bit(remat, unroll, prefetch, keep_g
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("remat, unroll", others_full(itertools.product(OFFLOADED, ["full", 1]), [("offload", "full")]))
+@pytest.mark.full
+@pytest.mark.parametrize("remat, unroll", itertools.product(OFFLOADED, ["full", 1]))
 def test_layers_with_state_masks_and_dropout_compute_what_they_do_without(remat, unroll, x64):
     def of(remat):
         return results(make_stack(LAYERS, schedule=gtp.nn.Schedule(unroll=unroll), remat=remat), inputs())
@@ -65,14 +66,14 @@ def test_layers_with_state_masks_and_dropout_compute_what_they_do_without(remat,
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("unroll", ["full", 1])
+@pytest.mark.parametrize("unroll", ["full", pytest.param(1, marks=pytest.mark.full)])
 def test_the_input_of_every_layer_moves_once_each_way_and_nothing_else(unroll):
     config = LlamaConfig(**SIZES, remat="offload", unroll=unroll)
     away, back = differentiated(config, lambda f, *given: moves(jax.make_jaxpr(f)(*given).jaxpr))
     assert away == back == [(INPUT, jnp.bfloat16)] * LAYERS  # the head, which is last, keeps its own
 
 
-@pytest.mark.parametrize("unroll", ["full", 1])
+@pytest.mark.parametrize("unroll", ["full", pytest.param(1, marks=pytest.mark.full)])
 def test_outputs_of_matmuls_move_and_weights_do_not(unroll):
     config = LlamaConfig(**SIZES, remat="offload-matmuls", unroll=unroll)
     away, back = differentiated(config, lambda f, *given: moves(jax.make_jaxpr(f)(*given).jaxpr))

@@ -103,7 +103,8 @@ OF_TOKENS = {
 }
 
 
-@pytest.mark.parametrize("view, microbatches", pairwise(["global", "local"], [1, 2], usual=1))
+@pytest.mark.full
+@pytest.mark.parametrize("view, microbatches", pairwise(["global", "local"], [1, 2]))
 def test_terms_are_not_divided_by_a_number_of_examples(view, microbatches, x64):
     def traced(count, term="aux_loss_coeff"):
         loss = lambda model, x: (jnp.sum(model["experts"](x)), count(x))  # noqa: E731

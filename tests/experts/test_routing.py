@@ -124,6 +124,7 @@ def test_a_step_moves_biases_by_the_load_of_all_microbatches_and_ranks_once(degr
         np.testing.assert_array_equal(state.params["experts"]["router_bias"], unmoved)
 
 
+@pytest.mark.full
 @needs_target
 def test_a_router_s_matmuls_have_the_highest_precision_on_gpus():
     """By default they would be of TF32, in which nearly equal experts change places."""

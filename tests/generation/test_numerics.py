@@ -54,7 +54,7 @@ def whole(make):
     return forward(model_of(make), TOKENS.tolist())[:, :LENGTH]
 
 
-@pytest.mark.parametrize("name", others_full(CASES, USUAL))
+@pytest.mark.parametrize("name", others_full(CASES, USUAL[:1]))
 def test_logits_are_those_of_the_whole_sequence(name, x64):
     degrees, make, gather = CASES[name]
     wanted = whole(make)

@@ -23,6 +23,7 @@ def sampled(degrees, prompts=PROMPTS, **options):
         return gtp.generation.generate(model_of(CONFIG), prompts, **{**OPTIONS, **options}).tokens
 
 
+@pytest.mark.full
 def test_neither_the_mesh_nor_other_rows_change_what_is_sampled(x64):
     plain = sampled(None, seed=5)
     np.testing.assert_array_equal(plain, sampled(dict(gtp=2, tp=2), seed=5))

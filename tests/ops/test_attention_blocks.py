@@ -56,7 +56,7 @@ def assert_near(found, wanted, tolerance=1e-12):
         [None, 1.5],
         [False, True],
         [2, 1, 4],
-        usual=4,
+        usual=2,
     ),
     ids=lambda value: str(getattr(value, "shape", value)),
 )
@@ -142,7 +142,7 @@ def test_log_sum_exp_is_minus_infinity_where_nothing_is_seen_and_has_a_gradient_
     assert_near(found, wanted)
 
 
-@pytest.mark.parametrize("mode", ["reverse", "forward"])
+@pytest.mark.parametrize("mode", [pytest.param("reverse", marks=pytest.mark.full), "forward"])
 def test_gradients_have_gradients(mode, x64):
     q, k, v, weights = drawn(2)
     rule, options = Rule(True, 5, 4, segments=(OF_QUERIES, OF_KEYS)), {"scale": 0.3, "soft_cap": 1.5}

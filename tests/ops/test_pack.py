@@ -76,7 +76,7 @@ def gathered(format, dtype, shards: int, implementation):
         [ml_dtypes.bfloat16, np.float32, np.float16],
         [3, 1, 2],
         [oracle.BFLOAT16, np.float32],
-        usual=3,
+        usual=1,
     ),
 )
 def test_unpacking_the_gathered_slices_is_dequantizing_the_whole_weight(format, dtype, shards, into, implementation):

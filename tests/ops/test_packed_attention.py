@@ -90,7 +90,7 @@ EVERY_WAY = ("one document", "two", "a long one among many short", "an id comes 
 @pytest.mark.parametrize(
     ("name", "options"),
     every(
-        6,
+        12,
         [
             *((name, "causal") for name in CASES),
             *((name, o) for name in EVERY_WAY for o in ("bidirectional", "window")),

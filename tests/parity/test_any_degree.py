@@ -212,7 +212,8 @@ def check_padded(config, **options):
     return padded
 
 
-@pytest.mark.parametrize("case", others_full(PADDED, ["gtp 2 x dp 3"]))
+@pytest.mark.full
+@pytest.mark.parametrize("case", PADDED)
 def test_steps_of_padded_weights_are_those_of_one_device(case, x64):
     degrees, config, options, *shapes = PADDED[case]
     padded = check_padded(config, **degrees, **options)

@@ -35,7 +35,7 @@ KINDS = {
     "tied, no logits": dict(tie_embeddings=True, loss_chunk=16),
     "experts": dict(num_experts=4, top_k=2, aux_loss_coeff=0.1),
     "norms of heads": dict(qk_norm=True),
-    "keys": dict(sequence_exchange="keys", tie_embeddings=True, loss_chunk=16),
+    "keys": dict(sequence_exchange="keys", tie_embeddings=True, loss_chunk=16, num_layers=1),
     "keys, packed": dict(sequence_exchange="keys"),
     "keys, window": dict(sequence_exchange="keys", window=9, num_heads=6),
 }
@@ -267,7 +267,7 @@ OPTIONS = {
 WAYS = list(itertools.product(OPTIONS, (8, 2)))
 
 
-@pytest.mark.parametrize("options, kv", others_full(WAYS, [("causal", 2), ("a mask", 8), ("a mask of keys", 2)]))
+@pytest.mark.parametrize("options, kv", others_full(WAYS, [("a mask of keys", 2)]))
 def test_attention_fn_is_that_of_jax_with_and_without_divided_sequences(options, kv, x64):
     given = OPTIONS[options]
     q, k, v = heads(0, 8), heads(1, kv), heads(2, kv)
@@ -299,7 +299,7 @@ def sent_for_keys(ranks):
     return (ranks - 1) * kv + share * (2 * q + statistics), 2 * (ranks - 1) * kv + share * (4 * q + statistics)
 
 
-@pytest.mark.parametrize("ranks", others_full((2, 3, 4, 5, 8), (2, 3)))
+@pytest.mark.parametrize("ranks", others_full((2, 3, 4, 5, 8), (3,)))
 def test_ranks_that_do_not_divide_heads_exchange_keys_and_halves_of_queries(ranks, x64):
     arrays = [heads(n, count, ranks * PART) for n, count in enumerate((HEADS, KV_HEADS, KV_HEADS))]
 
@@ -317,6 +317,7 @@ def test_ranks_that_do_not_divide_heads_exchange_keys_and_halves_of_queries(rank
     assert sent == list(sent_for_keys(ranks))
 
 
+@pytest.mark.full
 def test_parts_in_bf16_are_rounded_little_more_than_what_one_device_computes():
     """The gradient of queries most: that of another rank is sent in bfloat16."""
     arrays = [heads(n, count).astype(jnp.bfloat16) for n, count in enumerate((HEADS, KV_HEADS, KV_HEADS))]

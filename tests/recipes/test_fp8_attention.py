@@ -12,7 +12,6 @@ import pytest
 from flax import nnx
 from messages import naming
 from placed import placed
-from selection import others_full
 
 import gtp_jax as gtp
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
@@ -74,7 +73,8 @@ def distances(one, other):
 MESHES = [(("gtp", 4), ("tp", 2)), (("gtp", 8),), (("dp", 2), ("gtp", 4))]
 
 
-@pytest.mark.parametrize("mesh", others_full([((m),) for m in MESHES], [(MESHES[0],)]), ids=str)
+@pytest.mark.full
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_on_a_mesh_gradients_are_those_of_one_device(mesh):
     """Up to the rank's own amaxes, of which most have the power of two of the whole."""
     alone = gradients(BOTH, layers=1)

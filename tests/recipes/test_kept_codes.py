@@ -136,7 +136,8 @@ def factory(rngs):
 MODELS = [(dict(gtp=2, tp=2), "matmuls"), (dict(gtp=1), "matmuls"), *((dict(gtp=2), remat) for remat in REMAT)]
 
 
-@pytest.mark.parametrize("degrees, remat", others_full(MODELS, MODELS[:1]), ids=str)
+@pytest.mark.full
+@pytest.mark.parametrize("degrees, remat", MODELS, ids=str)
 def test_a_model_s_loss_and_gradients_are_the_same_bit_for_bit(degrees, remat):
     found, wanted = (trained(recipe, degrees, remat) for recipe in (KEPT, WITHOUT))
     jax.tree.map(np.testing.assert_array_equal, found, wanted)

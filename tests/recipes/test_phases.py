@@ -55,7 +55,7 @@ def assert_same_bits(one, other):
         assert np.asarray(found).tobytes() == np.asarray(wanted).tobytes()
 
 
-@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("frozen", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_each_step_is_that_of_its_recipe_and_the_host_reads_its_number_at_boundaries_only(frozen, monkeypatch):
     with jax.set_mesh(gtp.make_mesh(gtp=8)):
         alone = [gtp.train_step(loss, OPTIMIZER, recipe=PHASES.at(start)) for start in PHASES.starts]

@@ -75,7 +75,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("make, degrees, view, recipe, remat", others_full(CASES, CASES[:2]))
+@pytest.mark.parametrize("make, degrees, view, recipe, remat", others_full(CASES, CASES[:1]))
 def test_loss_and_gradients_are_those_of_the_layers_one_after_another(make, degrees, view, recipe, remat, calls):
     found = trained(make, jax.nn.silu, degrees, view, recipe, remat)
     assert calls.count

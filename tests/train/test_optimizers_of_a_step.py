@@ -58,9 +58,9 @@ WITH_VALUES = {
 }
 
 
-@pytest.mark.parametrize("name", others_full(WITH_VALUES, ["lbfgs"]))
+@pytest.mark.parametrize("name", others_full(WITH_VALUES, ["backtracking"]))
 def test_an_optimizer_is_passed_the_loss_its_gradient_and_the_loss_as_a_function(name, mesh):
-    optimizer, options = WITH_VALUES[name], dict(microbatches=2) if name == "lbfgs" else {}
+    optimizer, options = WITH_VALUES[name], dict(microbatches=2) if name in ("lbfgs", "backtracking") else {}
     state = state_of(optimizer)
     params = jax.tree.map(np.asarray, state.params)
 

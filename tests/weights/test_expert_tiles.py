@@ -45,7 +45,7 @@ def layer_of(kernels, sizes, options):
     return gtp.init(lambda rngs: gtp.nn.GroupedDense(EXPERTS, WIDTH, out, rngs=rngs, **options), nnx.Rngs(0))
 
 
-@pytest.mark.parametrize("place", others_full(PLACES, list(PLACES)[:5:2]))
+@pytest.mark.parametrize("place", others_full(PLACES, list(PLACES)[4:5]))
 def test_experts_multiply_the_values_of_one_device(place):
     """Both kernels of a gather: a product with the identity is the weight."""
     sizes, degrees, options = PLACES[place]

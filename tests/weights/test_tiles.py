@@ -42,7 +42,7 @@ def numbers(shape):
     return kernel
 
 
-USUAL = ["half a tile", "columns of kernels of whole tiles", "kernels of odd sizes", "parallel by column"]
+USUAL = ["half a tile", "kernels of odd sizes"]
 
 
 @pytest.mark.parametrize("place", others_full(PLACES, USUAL))
@@ -85,7 +85,8 @@ def batch(features=64, out_features=96):
     return {name: rng.normal(size=(8, 4, size)).astype(np.float32) for name, size in sizes.items()}
 
 
-@pytest.mark.parametrize("degrees", others_full([dict(gtp=2, dp=2), dict(gtp=4)], [dict(gtp=2, dp=2)]), ids=str)
+@pytest.mark.full
+@pytest.mark.parametrize("degrees", [dict(gtp=2, dp=2), dict(gtp=4)], ids=str)
 def test_one_maximum_is_reduced_and_weights_travel_as_bytes(degrees):
     with scope(degrees):
         optimizer = optax.sgd(0.1)

@@ -105,7 +105,7 @@ def gathered(groups, stretches, layer):
     return {".".join(name): weight.astype(jnp.float32) for name, weight in weights.items()}
 
 
-@pytest.mark.parametrize("name, mesh", pairwise(RECIPES, MESHES))
+@pytest.mark.parametrize("name, mesh", pairwise(RECIPES, MESHES, usual=4))
 def test_a_wire_has_the_protocol_and_gathers_the_weights_up_to_its_rounding(name, mesh, key):
     with jax.set_mesh(mesh_of(mesh)):
         dtype = "bfloat16" if name == "bfloat16" else "float32"
