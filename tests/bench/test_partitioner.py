@@ -9,7 +9,6 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
-from selection import others_full
 
 import benchmarks
 import gtp_jax as gtp

@@ -12,7 +12,6 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
 from padded_states import padding_of, same
-from selection import others_full
 
 import gtp_jax as gtp
 from gtp_jax.layout import layout_of_array

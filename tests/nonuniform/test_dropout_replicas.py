@@ -11,7 +11,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from selection import others_full
 
 import gtp_jax as gtp
 from gtp_jax.checkpoint import Checkpoints

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from flax import nnx
 from messages import naming
-from selection import others_full
 
 import gtp_jax as gtp
 from gtp_jax.mesh import axes_of
