@@ -80,6 +80,7 @@ def test_a_program_is_ended_with_all_that_it_started():
     assert code is None and time.monotonic() - begin < 30, "its output was waited for"  # the child holds the pipe
 
 
+@pytest.mark.full
 def test_a_generated_token_is_timed_beside_the_bytes_that_it_must_read(capsys, tmp_path):
     path = tmp_path / "g.json"
     flags = ["--num-layers", "1", "--prompt", "8", "--tokens", "40"]

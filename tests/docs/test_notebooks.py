@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from selection import others_full
 
 FOLDER = Path(__file__).parents[2] / "examples" / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
@@ -30,7 +29,8 @@ def printed(text):
     return "".join(c for c in text if not c.isdigit())
 
 
-@pytest.mark.parametrize("notebook", others_full(NOTEBOOKS, [FOLDER / "first_program.ipynb"]), ids=lambda one: one.stem)
+@pytest.mark.full
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda one: one.stem)
 def test_a_notebook_prints_what_it_shows(notebook):
     done = subprocess.run([sys.executable, "-c", _RUN, str(notebook)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -89,7 +89,7 @@ def flat(events, backward):
     ("kind", "options"),
     [
         pytest.param("Stack", {}, marks=pytest.mark.full, id="Stack"),
-        pytest.param("Stack", {"unroll": 1}, id="loop"),
+        pytest.param("Stack", {"unroll": 1}, marks=pytest.mark.full, id="loop"),
         pytest.param("shard", {}, id="shard"),
         pytest.param("shard", {"prefetch": False}, marks=pytest.mark.full, id="no-prefetch"),
     ],

@@ -42,7 +42,6 @@ CASES = {
     "windows, gtp 4 x tp 2": (dict(gtp=4, tp=2), Windowed, "once"),
     "windows, gtp 8, each token": (dict(gtp=8), Windowed, "each_token"),
 }
-USUAL = ["gtp 2 x tp 3, heads divided unevenly", "windows, gtp 4 x tp 2"]
 FEW = ["no mesh", "gtp 8, each token", "Qwen2, gtp 4 x tp 2", "windows, gtp 8, each token"]
 ROWS, LENGTH, SIZES = 8, 16, np.array([5, 1, 8, 3, 7, 2, 8, 4])
 TOKENS = np.random.default_rng(0).integers(0, 97, (ROWS, LENGTH))
@@ -54,7 +53,8 @@ def whole(make):
     return forward(model_of(make), TOKENS.tolist())[:, :LENGTH]
 
 
-@pytest.mark.parametrize("name", others_full(CASES, USUAL[:1]))
+@pytest.mark.full
+@pytest.mark.parametrize("name", CASES)
 def test_logits_are_those_of_the_whole_sequence(name, x64):
     degrees, make, gather = CASES[name]
     wanted = whole(make)
@@ -207,7 +207,8 @@ def test_tokens_of_padded_codes_are_those_of_one_device(gather, x64):
 PADDED = [dict(gtp=7), dict(gtp=1, dp=7), dict(gtp=2, tp=3)]
 
 
-@pytest.mark.parametrize(("degrees", "gather"), pairwise(PADDED, ["once", "each_token"], usual=1), ids=str)
+@pytest.mark.full
+@pytest.mark.parametrize(("degrees", "gather"), pairwise(PADDED, ["once", "each_token"]), ids=str)
 def test_tokens_of_padded_models_are_those_without_a_mesh(degrees, gather, x64):
     wanted = [row[:6] for row in oracle(DENSE)[:2]]
     with scope_of(degrees), gtp.layout.even_shares():

@@ -33,6 +33,7 @@ def test_neither_the_mesh_nor_other_rows_change_what_is_sampled(x64):
     assert (plain != sampled(None, seed=6)).any()
 
 
+@pytest.mark.full
 def test_options_may_be_numbers_of_numpy(x64):
     plain = dict(seed=5, vocab_size=90, temperature=0.5, top_p=0.75, top_k=40, max_new_tokens=12)
     kinds = (np.int64, np.int32, np.float32, np.float64, np.int64, np.int64)

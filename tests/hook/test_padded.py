@@ -12,7 +12,7 @@ import optax
 import pytest
 from flax import nnx
 from padded_states import moved, same
-from selection import others_full, pairwise
+from selection import pairwise
 
 import gtp_jax as gtp
 from gtp_jax.checkpoint import Checkpoints
@@ -244,7 +244,8 @@ def test_steps_of_stacked_weights_under_a_recipe_are_those_of_one_device(name, v
     assert_same_steps("adamw", "gtp 7", kind=Stacked, recipe=recipe, atol=atol, view=view)
 
 
-@pytest.mark.parametrize("name", others_full(USUAL[:3], ["NVFP4"]))
+@pytest.mark.full
+@pytest.mark.parametrize("name", USUAL[:3])
 def test_where_tp_cuts_blocks_calls_are_those_of_weights_that_are_not_padded(name, x64):
     """On one device, recipes quantize these weights, because nothing cuts their blocks."""
     tokens, found = batches(1)[0], []

@@ -59,7 +59,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("name, way, mesh", others_full(CASES, CASES[1:3]))
+@pytest.mark.parametrize("name, way, mesh", others_full(CASES, CASES[1:2]))
 def test_matmuls_are_those_of_gtp_jax_own_layers(name, way, mesh):
     recipe, tp = MATMULS[name], "tp" in mesh
     sizes = dict(hidden=192 if tp else 160, tp=tp)  # 20 features of each of 8 ranks are no whole blocks

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from selection import others_full
 
 import gtp_jax as gtp
 from gtp_jax.chain import OFFLOADED
@@ -51,7 +50,8 @@ CASES = [("offload-matmuls", {}), ("offload", {}), ("offload", dict(prefetch=Fal
 CASES += [("matmuls", dict(keep_gathered="all")), ("offload-matmuls", dict(keep_gathered=2)), ("offload-attention", {})]
 
 
-@pytest.mark.parametrize("remat, schedule", others_full(CASES, CASES[:1]))
+@pytest.mark.full
+@pytest.mark.parametrize("remat, schedule", CASES)
 def test_gradients_are_those_of_the_same_policy_on_the_device_bit_for_bit(remat, schedule, x64):
     found = differentiated(computed, remat=remat, schedule=gtp.nn.Schedule(**schedule))
     for one, other in zip(found, on_the_device(OFFLOADED.get(remat, remat)), strict=True):

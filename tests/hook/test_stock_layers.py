@@ -143,6 +143,7 @@ class Adapted(nnx.Module):
         return y + (x @ self.a @ self.b).reshape(y.shape)
 
 
+@pytest.mark.full
 def test_an_adapter_may_copy_the_metadata_of_a_weight_of_another_shape(x64):
     def adapted(model):
         for block in model.blocks:

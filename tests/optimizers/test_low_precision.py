@@ -12,6 +12,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from messages import naming
 from padded_states import padding_of
+from selection import others_full
 
 import gtp_jax as gtp
 from gtp_jax import hlo
@@ -83,7 +84,7 @@ def float32_losses():
     return losses
 
 
-@pytest.mark.parametrize("optimizer, dtype", ALL)
+@pytest.mark.parametrize("optimizer, dtype", others_full(ALL, [(BOTH, "bfloat16")]))
 def test_losses_follow_float32_and_a_resumed_run_equals_one_never_stopped(optimizer, dtype, float32_losses, tmp_path):
     half, checkpoints = STEPS // 2, Checkpoints(tmp_path)
     with on(dp=2, gtp=4):

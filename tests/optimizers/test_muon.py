@@ -118,7 +118,7 @@ def test_on_one_device_it_is_that_of_optax_bit_for_bit(x64):
     assert theirs == list(inspect.signature(optax.contrib.muon).parameters) and own == "iteration_dtype"
 
 
-@pytest.mark.parametrize("name", others_full(MESHES, [name for name in MESHES if "replicas" not in name]))
+@pytest.mark.parametrize("name", others_full(MESHES, ["gtp 4, tp 2"]))
 def test_a_step_equals_that_of_optax_on_one_device_and_exchanges_matrices_by_all_to_alls(name, x64):
     before, wanted, _ = on_one_device()
     degrees, roles, copies = MESHES[name]
@@ -194,7 +194,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("name", others_full(VARIANTS, ["aol, dion", "schatten, masked"]))
+@pytest.mark.parametrize("name", others_full(VARIANTS, ["aol, dion"]))
 def test_arguments_mean_what_they_mean_to_optax(name, x64):
     options = {"learning_rate": 0.1, "muon_weight_dimension_numbers": DIMENSIONS} | VARIANTS[name]
     rng = np.random.default_rng(0)

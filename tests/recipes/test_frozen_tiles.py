@@ -29,7 +29,7 @@ PLACES = {
     "parallel by column": ((512, 256), dict(gtp=2, tp=2), dict(parallel="column")),
     "padded kernels": ((200, 72), dict(gtp=7), {}),
 }
-USUAL = ("kernels of whole tiles", "padded kernels")
+USUAL = ("kernels of whole tiles",)
 
 
 @functools.cache

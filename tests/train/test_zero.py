@@ -188,7 +188,9 @@ def bytes_of(collectives, kind):
     return sum(c.times * c.wire_bytes for c in collectives if c.kind == kind)
 
 
-@pytest.mark.parametrize("when, times", [pytest.param("each", 4, marks=pytest.mark.slow), ("last", 1)])
+@pytest.mark.parametrize(
+    "when, times", [pytest.param("each", 4, marks=pytest.mark.slow), pytest.param("last", 1, marks=pytest.mark.full)]
+)
 def test_bytes_over_dp(when, times):
     """Of dp 2 each rank sends half of its shards: in bfloat16 once a step, of gradients in float32. Every gather and
     permutation belongs to the model's passes or to dp's gather, so that the optimizer moves nothing."""
