@@ -197,7 +197,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", others_full(WAYS, ["gtp 2, tp 2", "calls in a loop"]))
+@pytest.mark.parametrize("way", others_full(WAYS, ["gtp 2, tp 2", "gradients over dp last"]))
 def test_the_history_is_that_of_one_device_bit_for_bit(way, on_one_device, x64):
     degrees, model, options = WAYS[way]
     assert_same(trained(degrees, lambda rngs: Model(rngs, **model), **options), on_one_device)
