@@ -103,6 +103,7 @@ def test_steps_are_those_of_one_device_and_of_merged_kernels(x64):
     np.testing.assert_allclose(call(model, tokens), call(plain, tokens), rtol=0, atol=1e-6)
 
 
+@pytest.mark.full
 def test_the_base_stays_sharded_and_has_no_gradient(x64):
     optimizer = optax.sgd(0.1)
     with jax.set_mesh(gtp.make_mesh(gtp=8)):

@@ -157,6 +157,7 @@ def test_gradients_are_rounded_with_the_bits_of_gtp_jax_own_layers(mesh, options
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * np.abs(other).max())
 
 
+@pytest.mark.full
 def test_bits_differ_by_seed_and_step_and_are_the_same_if_both_are():
     run = functools.partial(rounded_gradients, "gtp 8", False)
     recipe = gtp.NVFP4(matmuls=True)

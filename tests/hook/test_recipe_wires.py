@@ -150,6 +150,7 @@ def test_steps_on_other_meshes_with_microbatches_and_in_local_view_are_the_same(
     assert on_gtp_8["losses"][2] < on_gtp_8["losses"][0]
 
 
+@pytest.mark.full
 def test_a_recipe_in_scope_reaches_train_step_and_the_argument_comes_before_it():
     def lowered(around, recipe):
         with scope(MESHES["gtp 8"]), gtp.use_recipe(around):

@@ -76,7 +76,7 @@ MUTANTS = (
         "gradients of whole parameters are averaged over replicas",
         "lax.psum([leaves[i] for i in members], axes)",
         "lax.pmean([leaves[i] for i in members], axes)",
-        (f"{_PARITY}[dp 2 x gtp 2 x tp 2, tied]",),
+        (_PARITY,),
     ),
     Mutant(
         "a placeholder has the values of a weight of zeros",

@@ -30,7 +30,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from selection import others_full
 
 import gtp_jax as gtp
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
@@ -123,7 +122,8 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("recipe, mesh", others_full(CASES, CASES[:1]))
+@pytest.mark.full
+@pytest.mark.parametrize("recipe, mesh", CASES)
 def test_gradients_are_those_of_the_plain_model_at_quantized_weights(recipe, mesh, x64):
     check(*MESHES[mesh], RECIPES[recipe], 1e-12)
 
