@@ -201,7 +201,7 @@ def test_an_export_has_the_evaluated_weights(run, tmp_path):
 @pytest.mark.full
 def test_another_run_starts_from_the_evaluated_weights(run, text, tmp_path):
     directory, seen = run
-    flags = dict(seq=16, steps=1, gtp=8, tp=1)
+    flags = dict(num_layers=1, seq=16, steps=1, gtp=8, tp=1)
     assert main(["train", f"--from={directory}", *small(text, tmp_path / "next", **flags)]) == 0
     before, after = (list(losses(one, "held_out").values()) for one in (directory, tmp_path / "next"))
     assert after[0] == pytest.approx(before[-1], rel=1e-6)
