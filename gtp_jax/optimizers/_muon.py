@@ -49,13 +49,13 @@ def muon(
     In a step of `train_step` on a mesh, the ranks share the matrices, balanced by work. An all-to-all brings the parts
     of a matrix to its owner, and another one the parts of its update back. Parameters and momentum stay sharded as they
     are, the state is that of `optax.contrib.muon`, and updates differ from its by rounding alone. Elsewhere, as on one
-    device or in a step of your own, this is `optax.contrib.muon`.
+    device or in a step of your own, this is `optax.contrib.muon`, in the dtype of iterations that is given.
 
     The layers of a list are shared, and so are experts along a leading dimension that
     `muon_weight_dimension_numbers` leaves out. If the model has a `Stack`, put `gtp_jax.train.per_layer` around, which
     makes a matrix of each layer.
 
-    The arguments are those of `optax.contrib.muon`, but for the last. By default it updates all arrays of two
+    The arguments are those of `optax.contrib.muon`, and one more. By default it updates all arrays of two
     dimensions, and AdamW the rest: of stock Flax, it updates the embeddings and the attention's biases, `(heads,
     head_dim)`, but not the attention's kernels, which have three. `muon_weight_dimension_numbers` chooses otherwise.
 

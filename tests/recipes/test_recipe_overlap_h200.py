@@ -67,7 +67,7 @@ def test_gathers_of_codes_start_two_matmuls_before_they_are_needed():
     """By XLA's own rates they start later: some just before a matmul, which takes all multiprocessors before them."""
     found = hlo.launch_order(compiled(gtp.FP8(matmuls=True), fp8=True, ranks=2, keep_gathered="auto").as_text())
     gathers = [e for e in found.collectives("all-gather") if "u8" in e.collective.dtype]
-    # the first has nothing ahead of it, and the first of backward only the head's matmuls, which are not in FP8
+    # no layer runs before the first, and only the head's matmuls before the first of backward, which are not in FP8
     assert all(len(found.under(e)) >= 2 for e in (*gathers[1:LAYERS], *gathers[LAYERS + 1 :]))
 
 
