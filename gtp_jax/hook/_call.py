@@ -151,7 +151,8 @@ def call_holder(
     if can_record():
         again = functools.partial(_call_again, method, placements, batch)
         divided_args, divided_kwargs = divided((args, kwargs), axes_in_scope(batch))
-        with contextlib.suppress(TraceContextError):  # the model writes a variable that it does not contain
+        with contextlib.suppress(TraceContextError), forward_mode_refused(type(holder).__name__):
+            # JAX raises TraceContextError if the model writes a variable that it does not contain
             return recorded(again, holder, divided_args, divided_kwargs, (args, kwargs))
     with walking(), _gathered(holder, own if _checked(holder, own) else []), _explained(holder):
         return method(holder, *args, **kwargs)
