@@ -21,7 +21,18 @@ from typing import Any
 import jax
 from flax import nnx
 
-from ..weights import Beside, CallKeys, ModulePath, Scaling, Stored, Stretch, Wire, key_for
+from ..weights import (
+    Beside,
+    CallKeys,
+    Holds,
+    ModulePath,
+    Scaling,
+    Stored,
+    Stretch,
+    Wire,
+    key_for,
+    scaling_of_replaced,
+)
 from ._codes import Coded
 from ._path import path_of
 from ._placement import placement_of
@@ -93,7 +104,9 @@ def scaling_of_call(variable: nnx.Variable, form: Coded | None) -> Scaling | Non
             "gtp_jax's own layers with `gtp_jax.Stack`; or use `gtp_jax.FP8(matmuls=True)`, which scales each operand "
             "by its own amax."
         )
-    return made.scaling
+    if made.holds is not Holds.REPLACED:
+        return made.scaling
+    return scaling_of_replaced(made.scaling, (form.layout,), (form.to_matrix(variable.get_raw_value()),))
 
 
 def wires_of_call(variables: Sequence[Any], formats: Sequence[Coded | None]) -> tuple[Wire, ...]:

@@ -39,6 +39,7 @@ from ..weights import (
     of_layers,
     quantize_together,
     reduction_of,
+    scaling_of_replaced,
     use_rows,
 )
 from ._layer import Layer, check_shape, refuse_broadcast, value_of, wrap_methods
@@ -278,7 +279,10 @@ class Weight(abc.ABC):
     def scaling(self) -> Scaling | None:
         """The scaling of the matmuls' operands by amaxes of earlier steps; `None` if they are not scaled this way."""
         value = self.value
-        return value.scaling if isinstance(value, Stored | Gathered) else None
+        scaling = value.scaling if isinstance(value, Stored | Gathered) else None
+        if scaling is None or not self.replaced:
+            return scaling
+        return scaling_of_replaced(scaling, self.group.layouts, self.shards())
 
     @property
     def replaced(self) -> bool:

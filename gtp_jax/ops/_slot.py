@@ -15,8 +15,8 @@ from ..formats import QuantizedArray
 # The message of an operation whose gradient has no gradient.
 SECOND_DERIVATIVE = (
     "a gradient is differentiated again through {}: a second derivative, as of a gradient penalty or in `jax.hessian`. "
-    "Roundings have none. Compute that loss without `matmuls=True` in its recipe, whose weights may still be sent as "
-    "codes; or pass the gradient through `jax.lax.stop_gradient` if it is only reported."
+    "Roundings have none. Compute that loss with a recipe that only sends codes, such as `gtp_jax.FP8()` without "
+    "`matmuls=True`; or pass the gradient through `jax.lax.stop_gradient` if it is only reported."
 )
 
 

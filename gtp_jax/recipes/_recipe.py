@@ -253,8 +253,8 @@ class FP8Delayed(Recipe):
 
     Inputs and weights are E4M3, gradients E5M2, each with one scale in float32. The state of a step holds the scales
     and the amaxes (`TrainState.scaling`): pass the recipe to `TrainState.create` too. A value beyond `2**margin` times
-    the amax that set its scale saturates. Only dense layers multiply like this; name experts and other modules in
-    `exclude` or `override`.
+    the amax that set its scale saturates, except that weights which the loss enlarges by more than 1/16 have their own
+    amaxes. Only dense layers multiply like this; name experts and other modules in `exclude` or `override`.
 
     Attributes:
         history: the number of steps whose amaxes are kept.

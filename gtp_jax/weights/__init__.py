@@ -105,6 +105,7 @@ from ._prepare import bytes_on_wire as bytes_on_wire
 from ._prepare import prepare as prepare
 from ._prepare import quantize as quantize
 from ._prepare import quantize_together as quantize_together
+from ._prepare import scaling_of_replaced as scaling_of_replaced
 from ._quantize import Bundle as Bundle
 from ._quantize import pack_all as pack_all
 from ._ranks import in_view as in_view

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
@@ -26,6 +27,7 @@ from ._ranks import in_view, ranks_spec
 from ._resolve import Groups, Layers
 from ._stretch import Stretch
 from ._tiles import tile_all, tiled_bytes
+from ._value import Scaling
 from ._wire import Kernels, OwnFormat, Wire
 from ._wire_spec import ModulePath, WireSpec
 
@@ -208,6 +210,22 @@ def amaxes_of_weights(
         return {path: jnp.max(jnp.stack(own), axis=0) for path, own in each.items()}
 
     return in_view(largest, into, PartitionSpec())({path: shards[path] for path in layouts})
+
+
+def scaling_of_replaced(scaling: Scaling, layouts: Sequence[Layout], shards: Shards) -> Scaling:
+    """Returns the scaling of a weight of which user code has replaced an array, perhaps by itself, as `nnx.remat` does.
+
+    The amax that sets the weight's scale follows from the arrays of earlier steps. If codes of these arrays would
+    saturate by more than E4M3 rounds, half of the last of its three bits, it is replaced by their own.
+
+    Args:
+        scaling: the scaling of the weight that was replaced.
+        layouts: the layouts of its kernels.
+        shards: as in `amaxes_of_weights`.
+    """
+    own = amaxes_of_weights({(): layouts}, {(): lax.stop_gradient(shards)})[()]
+    raised = jnp.where(own > scaling.of_weight * (1 + 2.0**-4), own, scaling.of_weight)
+    return dataclasses.replace(scaling, amaxes=scaling.amaxes.at[..., 1].set(raised))
 
 
 def _wires(bundles: Sequence[Bundle], stacked: Sequence[bool]) -> list[Wire]:

@@ -242,6 +242,29 @@ def test_a_sharded_model_of_stock_layers_has_the_history_and_losses_of_own_layer
     assert_same(by_module(trained(degrees, sharded(**model), **options)), on_one_device)
 
 
+def changed(model, batch):
+    """The loss of a copy with larger weights, for smaller inputs, so that products stay what they are."""
+    model = nnx.clone(model)
+    for _, variable in nnx.iter_graph(model):
+        if isinstance(variable, nnx.Param):
+            variable.set_value(jax.tree.map(lambda w: 4 * w, variable.get_value()))
+    return loss(model, {**batch, "x": batch["x"] / 64})
+
+
+@pytest.mark.parametrize("make", [Model, sharded()], ids=["own layers", "stock"])
+def test_weights_that_a_loss_enlarges_are_scaled_by_their_own_amaxes(make, x64):
+    def last_loss(recipe):
+        with scope(gtp=2):
+            optimizer = optax.sgd(0.0)
+            state = gtp.TrainState.create(placed(make), optimizer, recipe=recipe)
+            step = gtp.train_step(changed, optimizer, recipe=recipe)
+            state, _ = step(state, batch(0))
+            return float(step(state, batch(0))[1]["loss"])
+
+    wanted = last_loss(gtp.FP8(matmuls=True, exclude=()))
+    np.testing.assert_allclose(last_loss(RECIPE), wanted, rtol=0.2)
+
+
 def test_a_sharded_model_goes_on_on_another_mesh_as_if_never_stopped(on_one_device, tmp_path, x64):
     make, optimizer = sharded(), optax.sgd(1e-4)
     with scope(gtp=2), Checkpoints(tmp_path) as checkpoints:
