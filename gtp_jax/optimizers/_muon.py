@@ -60,14 +60,16 @@ def muon(
     head_dim)`, but not the attention's kernels, which have three. `muon_weight_dimension_numbers` chooses otherwise.
 
     Args:
-        iteration_dtype: the floating-point dtype in which matrices travel and are iterated. `None` is that of the
-            momentum, as in Optax. In bfloat16, as in Muon's first publication, iterations are faster on GPUs, and
-            singular values of updates differ by some percent, which is less than the spread that they have anyway.
+        iteration_dtype: the dtype in which real matrices travel and are iterated: bfloat16, float32, float64, or
+            `None`, that of the momentum, as in Optax. In bfloat16, as in Muon's first publication, iterations are
+            faster on GPUs, and updates differ by some percent, which is less than the spread that their singular values
+            have anyway.
 
     Raises:
-        ValueError: for the reasons that `optax.contrib.muon` has, or if `iteration_dtype` is not floating-point.
+        ValueError: for the reasons that `optax.contrib.muon` has; if `iteration_dtype` is another; or if it is bfloat16
+            with `preconditioning="spectral"`, for which JAX has no decomposition.
     """
-    iterated = None if iteration_dtype is None else _floating(iteration_dtype)
+    iterated = None if iteration_dtype is None else _iteration_dtype(iteration_dtype, preconditioning)
     dims = muon_weight_dimension_numbers
     whole = optax.contrib.muon(
         learning_rate,
@@ -91,7 +93,10 @@ def muon(
     )
 
     def iterate(matrices: jax.Array, ns_coeffs: jax.Array, eps: Scalar = eps) -> jax.Array:
-        # Without decay, the momentum is the gradient, so this iterates the matrices themselves.
+        # Without decay, the momentum is the gradient, so this iterates the matrices themselves. A number as `eps` keeps
+        # bfloat16 what it is, and an array must have its dtype.
+        if iterated and isinstance(eps, jax.Array):
+            eps = eps.astype(jnp.finfo(matrices.dtype).dtype)
         one: Any = optax.contrib.scale_by_muon(
             ns_steps=ns_steps,
             beta=0.0,
@@ -117,8 +122,8 @@ def muon(
         leaves, structure = jax.tree.flatten(momentum)
         every = jax.tree.leaves(_dimensions(dims, updates), is_leaf=_is_dimensions)
         matrices = [_matrices(*one) for one in zip(leaves, placed_in(momentum), every, strict=True)]
-        more = (state.ns_coeffs, *((eps,) if isinstance(eps, jax.Array) else ()))  # a number keeps bfloat16 what it is
-        given = leaves if iterated is None else [leaf.astype(iterated) for leaf in leaves]
+        more = (state.ns_coeffs, *((eps,) if isinstance(eps, jax.Array) else ()))
+        given = [leaf.astype(iterated) if iterated and jnp.isrealobj(leaf) else leaf for leaf in leaves]
         if any(placed_in(momentum)):
             found = on_owners(iterate, _cost, given, matrices, *more)
         else:
@@ -169,9 +174,19 @@ def muon(
     return optax.GradientTransformationExtraArgs(whole.init, update)
 
 
-def _floating(dtype: Any) -> np.dtype:
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"`iteration_dtype` {jnp.dtype(dtype).name} is not floating-point. Use bfloat16, or `None`.")
+def _iteration_dtype(dtype: Any, preconditioning: str) -> np.dtype:
+    try:
+        name = jnp.dtype(dtype).name
+    except TypeError:
+        name = repr(dtype)
+    # norms of float16, which has few exponents, overflow or vanish
+    if name not in ("bfloat16", "float32", "float64"):
+        raise ValueError(f"`iteration_dtype` is {name}. Use bfloat16, float32 or float64; or `None`, as in Optax.")
+    if name == "bfloat16" and preconditioning == "spectral":
+        raise ValueError(
+            '`preconditioning="spectral"` takes norms that JAX does not compute in bfloat16. Use another '
+            "preconditioning, or `iteration_dtype=None`."
+        )
     return jax.dtypes.canonicalize_dtype(dtype)
 
 

@@ -252,9 +252,21 @@ def test_matrices_travel_and_are_iterated_in_the_dtype_asked_for_and_results_kee
         assert set(re.findall(r"dot_general.*tensor<[0-9x]+x(\w+)>", text)) == {"bf16"}
 
 
-def test_an_iteration_dtype_that_is_not_floating_point_is_refused():
-    with pytest.raises(ValueError, match="`iteration_dtype` int8 is not floating-point. Use bfloat16, or `None`."):
-        muon(1e-3, iteration_dtype="int8")
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(iteration_dtype="int8"), "`iteration_dtype` is int8. Use bfloat16, float32 or float64; or `None`"),
+        (dict(iteration_dtype=jnp.float16), "`iteration_dtype` is float16. Use bfloat16, float32 or float64"),
+        (dict(iteration_dtype="foo"), "`iteration_dtype` is 'foo'. Use bfloat16, float32 or float64; or `None`"),
+        (
+            dict(iteration_dtype="bfloat16", preconditioning="spectral"),
+            '`preconditioning="spectral"` takes norms that JAX does not compute in bfloat16. Use another',
+        ),
+    ],
+)
+def test_dtypes_in_which_iterations_would_fail_are_refused(options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        muon(1e-3, **options)
 
 
 def test_what_is_left_of_all_classes_is_shared_by_cost():
