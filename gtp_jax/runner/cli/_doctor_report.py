@@ -183,10 +183,11 @@ def _options() -> Iterator[tuple[str, str, str, str]]:
     if nccl_is_too_old():
         listed += [(name, option, "always") for name, option in GPU_OPTIONS_WITH_OLD_NCCL.items()]
     for name, (value, reason), where in listed:
+        shown = str(value).rpartition("/")[2] or "none"  # of a path, the file
         if theirs.get(name, str(value)).lower() != str(value).lower():
-            yield name, theirs[name], where, f"set by your XLA_FLAGS; the library would use {value or 'none'}"
+            yield name, theirs[name], where, f"set by your XLA_FLAGS; the library would use {shown}"
         else:
-            yield name, str(value).rpartition("/")[2] or "none", where, reason  # of a path, the file
+            yield name, shown, where, reason
     for name, reason in _LEFT_ALONE.items():
         yield name, theirs.get(name, "XLA's"), "always", reason
 
