@@ -52,10 +52,16 @@ def on_owners(
         function: a function `(matrices, *args) -> results` of matrices of one shape, `(count, rows, columns)`, that
             treats each by itself, and returns results of the same shape.
         cost: a function of the rows and columns of a matrix that returns its work.
-        arrays: the arrays that hold the matrices.
+        arrays: the arrays that hold the matrices. Those without elements are returned as they are: XLA's compiler for
+            CPUs crashes on some programs with them (jaxlib 0.11.2).
         matrices: what each array holds.
         args: arrays that are the same for all matrices.
     """
+
+    results, filled = list(arrays), [n for n, array in enumerate(arrays) if array.size]
+    matrices = [matrices[n] for n in filled]
+    if not filled:
+        return results
 
     @custom_vmap
     def run(arrays: list[jax.Array], args: tuple[Any, ...]) -> list[jax.Array]:
@@ -69,7 +75,9 @@ def on_owners(
         stacked = [one.behind(size) if mapped else one for one, mapped in pairs]
         return on_owners(function, cost, arrays, stacked, *args), which
 
-    return run(list(arrays), args)
+    for n, result in zip(filled, run([arrays[n] for n in filled], args), strict=True):
+        results[n] = result
+    return results
 
 
 def _run(
@@ -82,8 +90,7 @@ def _run(
     mesh = jax.sharding.get_abstract_mesh()
     members: dict[Divided, list[int]] = {}
     for number, (array, one) in enumerate(zip(arrays, matrices, strict=True)):
-        if array.size:
-            members.setdefault(one.divided(mesh.axis_names, array.dtype), []).append(number)
+        members.setdefault(one.divided(mesh.axis_names, array.dtype), []).append(number)
     loads = [
         Load(sum(matrices[number].count for number in own), cost(*kind.matrix), kind.owners)
         for kind, own in members.items()
@@ -98,7 +105,7 @@ def _run(
         left = {kind: parts[whole[kind] :] for kind, parts in given.items() if rest[kind]}
         for kind, parts in in_slots(left, rest, work).items():
             found.setdefault(kind, []).append(parts)
-        results = list(arrays)  # those without elements stay
+        results = list(arrays)
         for kind, own in members.items():
             ends = np.cumsum([matrices[n].count for n in own])[:-1]
             for n, parts in zip(own, jnp.split(jnp.concatenate(found[kind]), ends), strict=True):
