@@ -112,7 +112,7 @@ def _assumed(options: PlanOptions, considered: int, best: Placement, peak: float
         "with experts.\n\n"
         + "".join(f"  {what} at {quantity(one.value, one.unit)}: {one.source}\n" for what, one in facts.items())
         + network
-        + f"  MFU is of {quantity(peak, 'FLOP/s')}, as --peak says or the chip's datasheet\n"
+        + f"  MFU is of {quantity(peak, 'FLOP/s')}, as --peak says or the chip's datasheet, without masked scores\n"
         f"  GiB per GPU: the state, and an estimate of the rest; `gtp-jax inspect` compiles a step and counts\n"
         f"  bf16 weights and activations, --remat matmuls, --grad-reduce {options.grad_reduce}, experts evenly "
         "loaded"

@@ -275,10 +275,7 @@ class _Step:
     def _scores(self) -> float:
         """The products of numbers in the scores that are not masked, of a rank's heads and a layer: the mean."""
         s = self.shape
-        config, seq = s.config, s.seq
-        widths = [min(seq, reach.window or seq) for reach in config.reaches]
-        seen = sum(width * seq - width * width / 2 for width in widths) / len(widths)
-        return s.t * s.cp / seq * seen * s.q / s.cp
+        return s.t * s.keys * s.q
 
     def _hides(self, flights: Sequence[_Flight], flops: float) -> bool:
         """Returns whether a matmul takes longer than collectives over NVLink, as XLA estimates them."""

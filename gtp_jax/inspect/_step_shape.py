@@ -151,6 +151,12 @@ class StepShape:
         dense = (layers * self.dense + self.tables * self.table) / self.dense_ranks / optimizer
         return dense, layers * self.experts / self.expert_ranks / optimizer
 
+    @functools.cached_property
+    def keys(self) -> float:
+        """The keys that a token attends to: the mean over tokens and layers."""
+        widths = [min(self.seq, reach.window or self.seq) for reach in self.config.reaches]
+        return sum(width - width * width / self.seq / 2 for width in widths) / len(widths)
+
     @property
     def state_bytes(self) -> float:
         """The memory of weights and AdamW's state, without norms, biases and padding."""
@@ -158,13 +164,13 @@ class StepShape:
 
     @property
     def flops(self) -> int:
-        """The operations of a step over all devices, without recomputation."""
+        """The operations of a step over all devices, without recomputation and masked scores."""
         config = self.config
         return hlo.step_flops(
             matmul_params=config.matmul_params(),
             tokens=self.batch * self.seq,
             layers=config.num_layers,
-            seq=self.seq,
+            seq=int(2 * self.keys),
             heads=config.num_heads,
             head_dim=config.head_dim,
         )

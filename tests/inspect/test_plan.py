@@ -6,13 +6,14 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 from messages import naming
 
 from gtp_jax import hlo
 from gtp_jax.hlo import Network
 from gtp_jax.inspect import InspectOptions, PlanOptions, inspect, plan
-from gtp_jax.inspect._placement import Placement, placement
+from gtp_jax.inspect._placement import Placement, placement, step_shape
 from gtp_jax.inspect._plan_text import MODELLED_OF_MEASURED
 from gtp_jax.inspect._step_launches import step_launches
 from gtp_jax.runner.cli import main
@@ -120,6 +121,19 @@ def test_measured_steps_take_as_long_as_they_are_modelled_and_what_a_plan_says_o
     low, high = MODELLED_OF_MEASURED
     assert low == pytest.approx(min(parts.values()), abs=0.01) and high == pytest.approx(max(parts.values()), abs=0.01)
     assert min(parts, key=lambda name: parts[name]) == "| T | 2 H100 | `mixtral-4-ep2` |"
+
+
+def test_masked_scores_count_neither_as_time_nor_as_work():
+    seq, batch = 32768, 8
+    options = PlanOptions(preset="gemma3-1b", seq=seq, batch=batch)
+    shape = step_shape(options, Parallelism(dp=2, gtp=1, cp=4), 1)
+    config, order = shape.config, step_launches(shape)
+    tokens = np.arange(1, seq + 1)
+    seen = sum(np.minimum(tokens, reach.window or seq).sum() for reach in config.reaches)
+    of_scores = 12 * batch * int(seen) * config.num_heads * config.head_dim
+    assert shape.flops == pytest.approx(6 * config.matmul_params() * batch * seq + of_scores, rel=1e-3)
+    attention = sum(event.flops * event.times for event in order.events if event.kind == "attention")
+    assert 8 * attention == pytest.approx(of_scores * 14 / 12, rel=1e-3), "scores are computed again in backward"
 
 
 @needs_target
