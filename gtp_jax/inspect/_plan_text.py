@@ -36,23 +36,34 @@ def plan_text(options: PlanOptions, placements: Sequence[Placement], considered:
             f"{one.shape.flops / (machine.devices * one.step_ms / 1e3 * peak):.0%}",
             f"{one.compute_ms:.1f}",
             ", ".join(f"{_words(axes)} {ms:.1f}" for axes, ms in one.exposed_ms.items() if ms > _SHOWN_MS),
-            f"{one.memory_bytes / 2**30:.0f}",
+            quantity(one.memory_bytes, "B"),
             ", ".join(map(_words, sorted(one.crossing))),
         )
         for one in placements
     ]
-    header = ("placement", "microbatches", "step ms", "MFU", "compute ms", "exposed ms", "GiB", "crosses hosts")
+    header = ("placement", "microbatches", "step ms", "MFU", "compute ms", "exposed ms", "memory", "crosses hosts")
     why = [f"{best} is the fastest: {_first(best)}", *(f"{one} is {_slower(one, best)}" for one in others)]
-    flags = " ".join(f"--{axis} {size}" for axis, size in best.shape.degrees.items())
     if options.network is None:
         header, rows = header[:-1], [row[:-1] for row in rows]
     return (
         f"{title}\n\n{columns(header, rows, right=(1, 2, 3, 4, 6))}\n\n"
         + "\n".join(why)
-        + f"\n\nflags of train and inspect: --preset {options.title} {flags} --batch {options.sequences} "
-        f"--microbatches {best.shape.microbatches} --seq {options.seq}"
-        f"\n\n{_assumed(options, considered, best, peak)}\n\n{memory}"
+        + f"\n\nflags of train and inspect: {_flags(options, best)}\n\n{_assumed(options, considered, best, peak)}\n\n{memory}"
     )
+
+
+def _flags(options: PlanOptions, best: Placement) -> str:
+    """Returns the flags of the step that was planned."""
+    values = {
+        "preset": options.title,
+        **best.shape.degrees,
+        "batch": options.sequences,
+        "microbatches": best.shape.microbatches,
+        "seq": options.seq,
+        "grad-reduce": options.grad_reduce,
+    }
+    words = [f"--{name} {value}" for name, value in values.items()]
+    return " ".join([*words, *([] if options.degrees.shard_optimizer else ["--no-shard-optimizer"])])
 
 
 def _words(axes: Axes) -> str:
@@ -113,7 +124,7 @@ def _assumed(options: PlanOptions, considered: int, best: Placement, peak: float
         + "".join(f"  {what} at {quantity(one.value, one.unit)}: {one.source}\n" for what, one in facts.items())
         + network
         + f"  MFU is of {quantity(peak, 'FLOP/s')}, as --peak says or the chip's datasheet, without masked scores\n"
-        f"  GiB per GPU: the state, and an estimate of the rest; `gtp-jax inspect` compiles a step and counts\n"
+        f"  memory per GPU: the state, and an estimate of the rest; `gtp-jax inspect` compiles a step and counts\n"
         f"  bf16 weights and activations, --remat matmuls, --grad-reduce {options.grad_reduce}, experts evenly "
         "loaded"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +18,8 @@ from gtp_jax.inspect._placement import Placement, placement, step_shape
 from gtp_jax.inspect._plan_text import MODELLED_OF_MEASURED
 from gtp_jax.inspect._step_launches import step_launches
 from gtp_jax.runner.cli import main
-from gtp_jax.runner.flags import FreeDegrees, ModelSizes, Parallelism
+from gtp_jax.runner.flags import ExpertOptions, FreeDegrees, ModelSizes, Parallelism, add_flags, from_settings, given
+from gtp_jax.runner.trainer import TrainConfig
 
 from ..hlo.programs import needs_target
 
@@ -184,18 +186,42 @@ def test_a_plan_lists_the_fastest_placements_and_says_why(monkeypatch, capsys):
     assert f"--preset 1b {flags} --batch 16 --microbatches 1 --seq 4096" in said
 
 
+def test_the_flags_of_a_plan_give_train_and_inspect_the_step_that_was_planned():
+    options = PlanOptions(
+        preset="tiny-moe",
+        sizes=ModelSizes(num_layers=2),
+        experts=ExpertOptions(top_k=4, shared_hidden=64, router_normalize=False),
+        degrees=FreeDegrees(dp=2, ep=2, shard_optimizer=False),
+        grad_reduce="bf16",
+        microbatches=2,
+        batch=16,
+    )
+    found = plan(options)
+    said = str(found)
+    assert said.startswith("tiny-moe --num-layers=2 --top-k=4 --shared-hidden=64 --no-router-normalize: ")
+    (flags,) = re.findall(r"flags of train and inspect: (.*)", said)
+    for kind in (InspectOptions, TrainConfig):
+        parser = argparse.ArgumentParser()
+        add_flags(parser, kind)
+        one: Any = from_settings(kind, given(parser.parse_args(flags.split()), kind))
+        assert (one.preset, one.sizes, one.experts) == (options.preset, options.sizes, options.experts)
+        assert one.parallelism == found.placements[0].parallelism
+        assert (one.batch, one.seq, one.execution.microbatches) == (16, options.seq, 2)
+        assert one.execution.grad_reduce == "bf16"
+
+
 def test_degrees_that_are_given_stay_and_a_network_costs_what_crosses_hosts():
-    given: Any = dict(preset="8b", target="h200:64", degrees=FreeDegrees(gtp=8, tp=8, dp=1))
+    shared: Any = dict(preset="8b", target="h200:64", degrees=FreeDegrees(gtp=8, tp=8, dp=1))
     times = []
     for rate in (400.0, 50.0, 25.0):
-        (one,) = plan(PlanOptions(network_rate=rate, **given)).placements
+        (one,) = plan(PlanOptions(network_rate=rate, **shared)).placements
         assert one.shape.degrees == {"dp": 1, "gtp": 8, "tp": 8} and one.crossing == {("gtp",)}
         assert one.line.network == Network(rate * 1e9) and one.ranks_per_host(("gtp",)) == 1
         times.append(one.exposed_ms[("gtp",)])
     assert times[0] < times[1] < times[2]
-    inside = plan(PlanOptions(gpus_per_host=64, **given)).placements[0]
+    inside = plan(PlanOptions(gpus_per_host=64, **shared)).placements[0]
     assert inside.line.network is None and not inside.crossing
-    slow, fast = (plan(PlanOptions(peak=peak, **given)).placements[0].compute_ms for peak in (989, 1978))
+    slow, fast = (plan(PlanOptions(peak=peak, **shared)).placements[0].compute_ms for peak in (989, 1978))
     assert slow / 2 < fast < 0.6 * slow, "elementwise kernels are as fast as before"
 
 
@@ -206,10 +232,10 @@ def test_placements_that_layers_refuse_are_left_out():
 
 def test_microbatches_are_the_fewest_that_fit(monkeypatch):
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
-    given: Any = dict(preset="8b", degrees=FreeDegrees(gtp=8))
-    assert plan(PlanOptions(batch=8, **given)).placements[0].shape.microbatches == 1
-    assert plan(PlanOptions(batch=32, **given)).placements[0].shape.microbatches == 2
-    assert not plan(PlanOptions(batch=32, microbatches=1, **given)).placements
+    shared: Any = dict(preset="8b", degrees=FreeDegrees(gtp=8))
+    assert plan(PlanOptions(batch=8, **shared)).placements[0].shape.microbatches == 1
+    assert plan(PlanOptions(batch=32, **shared)).placements[0].shape.microbatches == 2
+    assert not plan(PlanOptions(batch=32, microbatches=1, **shared)).placements
 
 
 @pytest.mark.parametrize(

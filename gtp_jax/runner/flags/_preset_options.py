@@ -37,7 +37,7 @@ class ModelOptions:
     @property
     def title(self) -> str:
         """The name of the model in headings."""
-        return " ".join([self.preset, *self.sizes.flags])
+        return " ".join([self.preset, *self.sizes.flags, *self.experts.flags()])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
