@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Mapping
 
@@ -125,7 +126,7 @@ def limit_bytes(machine: hlo.Target) -> int:
     """Returns what JAX may allocate on a device.
 
     Raises:
-        ValueError: if the environment gives a share that is no number.
+        ValueError: if the environment gives a share that is no number above 0.
     """
     return int(_fraction() * hlo.fact(machine.chip, "memory").value)
 
@@ -161,10 +162,13 @@ def _fraction() -> float:
     """Returns the share of a device's memory that JAX may allocate.
 
     Raises:
-        ValueError: if the environment does not give a number.
+        ValueError: if the environment does not give a number above 0.
     """
     text = os.environ.get(_FRACTION, "")
     try:
-        return float(text) if text else _DEFAULT_FRACTION
+        share = float(text) if text else _DEFAULT_FRACTION
     except ValueError:
-        raise ValueError(f"{_FRACTION} is {text!r} in the environment; it must be a number, such as 0.9.") from None
+        share = math.nan
+    if not 0 < share < math.inf:
+        raise ValueError(f"{_FRACTION} is {text!r} in the environment; it must be a number above 0, such as 0.9.")
+    return share

@@ -77,9 +77,10 @@ def test_a_plan_says_where_the_host_can_keep_nothing():
     assert re.search(naming("--offload refused padded blocks.layers.attention.out.kernel"), str(memory))
 
 
-def test_a_fraction_of_memory_that_is_none_is_refused(monkeypatch):
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "much")
-    with pytest.raises(ValueError, match=naming("XLA_PYTHON_CLIENT_MEM_FRACTION 'much' 0.9")):
+@pytest.mark.parametrize("share", ["much", "0", "-1", "nan", "inf"])
+def test_a_fraction_of_memory_that_is_none_is_refused(share, monkeypatch):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", share)
+    with pytest.raises(ValueError, match=naming(f"XLA_PYTHON_CLIENT_MEM_FRACTION '{share}' 0.9")):
         plan(PlanOptions(preset="tiny"))
 
 
