@@ -8,7 +8,8 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import itertools
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from ..models import LlamaConfig
 from ..runner.flags import Parallelism, PlanOptions
@@ -17,6 +18,7 @@ from ._placement import Placement, placement, step_shape
 from ._plan_text import plan_text
 
 _MOST = 3  # placements that are kept whatever their axes
+_DEGREES = 5  # dp, gtp, cp, ep and tp
 
 # The best placement of each of these kinds is kept too, because it shows what the others would cost.
 _KINDS: tuple[Callable[[Placement], bool], ...] = (
@@ -36,16 +38,18 @@ class Plan:
         options: the options of the plan.
         placements: those that fit, fastest first; empty if none fits.
         considered: the number of placements that the model and the batch allow.
+        smallest: the one that needs least memory, if none fits.
         memory: the options with which the state fits, in the first placement, or else in the smallest.
     """
 
     options: PlanOptions
     placements: tuple[Placement, ...]
     considered: int
+    smallest: Placement | None
     memory: MemoryPlan
 
     def __str__(self) -> str:
-        return plan_text(self.options, self.placements, self.considered, self.memory)
+        return plan_text(self.options, self.placements, self.considered, self.smallest, self.memory)
 
 
 def plan(options: PlanOptions) -> Plan:
@@ -70,26 +74,52 @@ def plan(options: PlanOptions) -> Plan:
     for parallelism in allowed:
         add(parallelism)
     kept: list[Placement] = []
-    refused: list[ValueError] = []  # by layers, when they are built on the mesh
     while queue:
         found = heapq.heappop(queue)[2]
         kinds = [kind for kind in _KINDS if kind(found) and not any(map(kind, kept))]
         if len(kept) >= _MOST and not kinds:
             continue
         try:
-            state = plan_memory(options.model, options.machine, found.parallelism).choices[0].between
-        except ValueError as error:
-            refused.append(error)
+            state = _memory(options, found).choices[0].between
+        except ValueError:  # of layers, when they are built on the mesh
             continue
         found = dataclasses.replace(found, state_bytes=state.device_bytes)
         if found.memory_bytes <= limit:
             kept.append(found)
         else:
             add(found.parallelism, found.shape.microbatches)
-    if refused and not kept:
-        raise refused[0]
-    best = kept[0].parallelism if kept else min(allowed, key=lambda one: step_shape(options, one, 1).state_bytes)
-    return Plan(options, tuple(kept), len(allowed), plan_memory(options.model, options.machine, best))
+    if kept:
+        return Plan(options, tuple(kept), len(allowed), None, _memory(options, kept[0]))
+    smallest, memory = _smallest(options, allowed)
+    return Plan(options, (), len(allowed), smallest, memory)
+
+
+def _memory(options: PlanOptions, found: Placement) -> MemoryPlan:
+    return plan_memory(options.model, options.machine, found.parallelism)
+
+
+def _smallest(options: PlanOptions, allowed: Sequence[Parallelism]) -> tuple[Placement, MemoryPlan]:
+    """Returns the placement that needs least memory, of those that layers do not refuse, and the plan of its memory.
+
+    Raises:
+        ValueError: if layers refuse all.
+    """
+
+    def size(step: tuple[Parallelism, int]) -> float:
+        shape = step_shape(options, *step)
+        return shape.state_bytes + shape.working_bytes
+
+    steps = [min(((one, count) for count in _microbatches(options, one)), key=size) for one in allowed]
+    refused: list[ValueError] = []
+    for step in sorted(steps, key=size):
+        found = placement(options, *step)
+        try:
+            memory = _memory(options, found)
+        except ValueError as error:
+            refused.append(error)
+            continue
+        return dataclasses.replace(found, state_bytes=memory.choices[0].between.device_bytes), memory
+    raise refused[0]
 
 
 def _allowed(options: PlanOptions) -> list[Parallelism]:
@@ -99,26 +129,45 @@ def _allowed(options: PlanOptions) -> list[Parallelism]:
         ValueError: if there is none; the message says why one with the given degrees is none.
     """
     machine, given = options.machine, options.degrees.given
-    found, why = [], []
+    found, parts, why = [], set(), []
     for one in options.degrees.choices(machine.devices):
         try:
             _check(options, one)
-            found.append(one)
         except ValueError as error:
-            why.append(str(error))
+            why.append(error)
+            continue
+        if any(_microbatches(options, one)):
+            found.append(one)
+        else:
+            parts.add(one.dp * (one.gtp or 1) * one.ep * (options.microbatches or 1))
     if found:
         return found
+    if parts:
+        raise ValueError(_indivisible(options, parts))
     if why:
-        raise ValueError(why[0])
-    degrees = " x ".join(f"{axis} {degree}" for axis, degree in given.items())
+        raise why[0]
+    whole = len(given) == _DEGREES
     raise ValueError(
-        f"{degrees} does not divide the {machine.devices} devices of `target` {options.target!r}. Choose degrees whose "
-        "product does, or leave some out."
+        f"{options.degrees} is {math.prod(given.values())}, which must {'equal' if whole else 'divide'} the "
+        f"{machine.devices} devices of `target` {options.target!r}{', because all degrees are given' * whole}. Choose "
+        "degrees whose product does, or leave some out."
+    )
+
+
+def _indivisible(options: PlanOptions, parts: Collection[int]) -> str:
+    """Returns why no placement fits the batch: into how many parts they divide it."""
+    least = sorted(part for part in parts if not any(part % other == 0 for other in parts if other < part))
+    given, count, batch = str(options.degrees), options.microbatches, options.sequences
+    return (
+        f"`batch` is {batch}, which must be a multiple of dp x gtp x ep{'' if count is None else ' x microbatches'}: "
+        f"of {' or '.join(map(str, least))}, on the {options.machine.devices} devices of `target` {options.target!r} "
+        f"with {given or 'no degree given'}{'' if count is None else f' and microbatches {count}'}. Take "
+        f"{max(1, batch // least[0]) * least[0]}, for instance{', or leave degrees out' if given else ''}."
     )
 
 
 def _check(options: PlanOptions, one: Parallelism) -> None:
-    """Checks that the model and the batch can be divided as this placement says.
+    """Checks that the model can be divided as this placement says.
 
     Raises:
         ValueError: if not.
@@ -127,8 +176,14 @@ def _check(options: PlanOptions, one: Parallelism) -> None:
     assert isinstance(config, LlamaConfig)
     tp, cp, ep = one.tp or 1, one.cp, one.ep
     config.check_mesh(tp=tp, seq=options.seq, cp=cp)
-    if "tp" not in given and (tp > options.gpus_per_host or config.num_kv_heads % tp):
-        raise ValueError(f"`tp` {tp} is more than a host has, or divides the key-value heads unevenly. Choose `tp`.")
+    for refused, reason in (
+        (tp > options.gpus_per_host, f"more than the {options.gpus_per_host} GPUs of a host"),
+        (config.num_kv_heads % tp, f"which does not divide the {config.num_kv_heads} key-value heads"),
+    ):
+        if refused and "tp" not in given:
+            raise ValueError(
+                f"`tp` would be {tp}, {reason}. It is taken if you give it, with --tp {tp}; or leave other degrees out."
+            )
     if config.num_heads % (tp * cp):
         raise ValueError(f"`num_heads` is {config.num_heads}, which tp {tp} x cp {cp} do not divide.")
     if ep > 1 and (not config.num_experts or config.num_experts % ep):
@@ -136,14 +191,6 @@ def _check(options: PlanOptions, one: Parallelism) -> None:
             f"has {config.num_experts} experts, which it does not divide" if config.num_experts else "has no experts"
         )
         raise ValueError(f"`ep` is {ep}, but a layer {experts}. Choose 1 or a divisor.")
-    if not list(_microbatches(options, one)):
-        parts = one.dp * (one.gtp or 1) * ep * (options.microbatches or 1)
-        words = f"dp {one.dp} x gtp {one.gtp} x ep {ep}"
-        words += "" if options.microbatches is None else f" x microbatches {options.microbatches}"
-        raise ValueError(
-            f"`batch` is {options.sequences}, which {words} = {parts} does not divide. Take {parts}, for instance, or "
-            "leave degrees out."
-        )
 
 
 def _microbatches(options: PlanOptions, one: Parallelism) -> Iterator[int]:

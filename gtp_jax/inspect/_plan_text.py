@@ -16,7 +16,13 @@ MODELLED_OF_MEASURED = (0.78, 1.01)
 _SHOWN_MS = 0.05  # the shortest time that is worth words
 
 
-def plan_text(options: PlanOptions, placements: Sequence[Placement], considered: int, memory: MemoryPlan) -> str:
+def plan_text(
+    options: PlanOptions,
+    placements: Sequence[Placement],
+    considered: int,
+    smallest: Placement | None,
+    memory: MemoryPlan,
+) -> str:
     """Returns a table of the placements, the reasons, and the memory of the first one; see `Plan`."""
     machine = options.machine
     hosts = f", {machine.hosts} hosts of {options.gpus_per_host}" if machine.hosts > 1 else ""
@@ -24,8 +30,8 @@ def plan_text(options: PlanOptions, placements: Sequence[Placement], considered:
         f"{options.title}: {options.model.param_count():,} parameters on {options.target}{hosts}; "
         f"{options.sequences} x {options.seq:,} tokens per step"
     )
-    if not placements:
-        return f"{title}\n\n{_none(options, considered)}\n\n{memory}"
+    if smallest is not None:
+        return f"{title}\n\n{_none(options, considered, smallest, memory)}\n\n{memory}"
     best, *others = placements
     peak = options.faster * hlo.fact(machine.chip, "bf16_peak").value
     rows = [
@@ -48,7 +54,8 @@ def plan_text(options: PlanOptions, placements: Sequence[Placement], considered:
     return (
         f"{title}\n\n{columns(header, rows, right=(1, 2, 3, 4, 6))}\n\n"
         + "\n".join(why)
-        + f"\n\nflags of train and inspect: {_flags(options, best)}\n\n{_assumed(options, considered, best, peak)}\n\n{memory}"
+        + f"\n\nflags of train and inspect: {_flags(options, best)}"
+        f"\n\n{_assumed(options, considered, best, peak)}\n\n{memory}"
     )
 
 
@@ -100,10 +107,16 @@ def _slower(one: Placement, best: Placement) -> str:
     return "as fast, by this model"
 
 
-def _none(options: PlanOptions, considered: int) -> str:
-    count = options.microbatches
-    parts = "any number of" if count is None else count
-    return f"none of {considered} placements fits with {parts} microbatches; this is what the smallest needs"
+def _none(options: PlanOptions, considered: int, smallest: Placement, memory: MemoryPlan) -> str:
+    """Returns what the smallest placement needs, and of what there is too little."""
+    parts = "any number of" if options.microbatches is None else options.microbatches
+    state, working = (quantity(size, "B") for size in (smallest.state_bytes, smallest.shape.working_bytes))
+    return (
+        f"none of {considered} placements fits with {parts} microbatches. The smallest, {smallest} with --microbatches "
+        f"{smallest.shape.microbatches}, needs {quantity(smallest.memory_bytes, 'B')}, and JAX may allocate "
+        f"{quantity(memory.limit_bytes, 'B')}:\n{state} for weights and AdamW's state, and "
+        f"{working}, by an estimate, for activations, gradients, gathered weights and workspace."
+    )
 
 
 def _assumed(options: PlanOptions, considered: int, best: Placement, peak: float) -> str:

@@ -12,7 +12,7 @@ import pytest
 from messages import naming
 
 from gtp_jax import hlo
-from gtp_jax.hlo import Network
+from gtp_jax.hlo import Network, quantity
 from gtp_jax.inspect import InspectOptions, PlanOptions, inspect, plan
 from gtp_jax.inspect._placement import Placement, placement, step_shape
 from gtp_jax.inspect._plan_text import MODELLED_OF_MEASURED
@@ -235,7 +235,20 @@ def test_microbatches_are_the_fewest_that_fit(monkeypatch):
     shared: Any = dict(preset="8b", degrees=FreeDegrees(gtp=8))
     assert plan(PlanOptions(batch=8, **shared)).placements[0].shape.microbatches == 1
     assert plan(PlanOptions(batch=32, **shared)).placements[0].shape.microbatches == 2
-    assert not plan(PlanOptions(batch=32, microbatches=1, **shared)).placements
+    none = plan(PlanOptions(batch=32, microbatches=1, **shared))
+    assert not none.placements and none.smallest is not None
+    state, working = none.smallest.state_bytes, none.smallest.shape.working_bytes
+    assert state == none.memory.choices[0].between.device_bytes and state + working > none.memory.limit_bytes
+    sizes = [quantity(size, "B") for size in (state + working, none.memory.limit_bytes, state, working)]
+    assert re.search(naming("1 gtp 8 --microbatches activations workspace", *sizes), str(none))
+
+
+def test_the_smallest_placement_that_layers_allow_is_shown_if_none_fits():
+    found = plan(PlanOptions(preset="gpt-oss-20b", seq=1 << 20))
+    assert not found.placements and found.smallest is not None and found.smallest.shape.ep == 1
+    for degrees in (FreeDegrees(gtp=8), FreeDegrees(tp=8)):
+        one = plan(PlanOptions(preset="gpt-oss-20b", seq=1 << 20, degrees=degrees)).smallest
+        assert one is not None and one.memory_bytes > found.smallest.memory_bytes
 
 
 @pytest.mark.parametrize(
@@ -243,13 +256,17 @@ def test_microbatches_are_the_fewest_that_fit(monkeypatch):
     [
         ("8b --target b200:8", "`target` 'b200:8' 'b200' h100, h200"),
         ("8b --target h200:12", "`target` 'h200:12' 12"),
-        ("8b --gtp 3", "gtp 3 8 'h200:8'"),
+        ("8b --gtp 3", "gtp 3 divide 8 'h200:8'"),
+        ("8b --dp 1 --gtp 2 --cp 1 --ep 1 --tp 2", "dp 1 gtp 2 tp 2 is 4 equal 8 'h200:8'"),
+        ("phi4 --dp 1 --gtp 1 --cp 1 --ep 1", "`tp` 8 10 --tp"),
+        ("8b --num-kv-heads 32 --target h200:16 --dp 1 --gtp 1 --cp 1 --ep 1", "`tp` 16 8 host --tp"),
+        ("8b --target h200:64 --batch 3", "`batch` 3 multiple dp gtp ep 2 64 'h200:64'"),
         ("8b --target h200:64 --tp 64", "tp 64 (32 query heads)"),
         ("8b --ep 2", "`ep` 2 experts"),
         ("mixtral --target h200:16 --ep 16", "`ep` 16 8 experts"),
         ("gpt-oss-20b --ep 2", "`biases` ep 2"),
-        ("8b --gtp 8 --batch 7", "`batch` 7 gtp 8"),
-        ("8b --microbatches 3 --gtp 8", "`batch` 8 microbatches 3 24"),
+        ("8b --gtp 8 --batch 7", "`batch` 7 multiple gtp 8"),
+        ("8b --microbatches 3 --gtp 8", "`batch` 8 multiple microbatches 3 24"),
         ("8b --network-rate 0", "`network_rate` 0.0"),
         ("8b --peak -1", "`peak` -1.0"),
         ("8b --dp 0", "`dp` 0"),

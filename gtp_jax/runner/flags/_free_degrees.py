@@ -37,6 +37,9 @@ class FreeDegrees:
         degrees = {"dp": self.dp, "gtp": self.gtp, "cp": self.cp, "ep": self.ep, "tp": self.tp}
         return {axis: degree for axis, degree in degrees.items() if degree is not None}
 
+    def __str__(self) -> str:
+        return " x ".join(f"{axis} {degree}" for axis, degree in self.given.items())
+
     def choices(self, devices: int) -> Iterator[Parallelism]:
         """Yields all degrees that use all devices and have the given values."""
         divisors = [n for n in range(1, devices + 1) if devices % n == 0]
