@@ -348,9 +348,8 @@ def _gathered(owner: nnx.Module, weights: Sharded) -> Iterator[None]:
     how = Weights(tuple(placement for _, placement in weights), formats, tuple(sums), (None,) * len(weights))
     wires = wires_of_call([variable for variable, _ in weights], formats)
     scaling = [scaling_of_call(variable, form) for (variable, _), form in zip(weights, formats, strict=True)]
-    amaxes = [None if one is None else one.of_weight for one in scaling]
     with forward_mode_refused(type(owner).__name__) as message:
-        gathered = gather_once(how, refused_in_forward_mode(message, shards), wires, amaxes)
+        gathered = gather_once(how, refused_in_forward_mode(message, shards), wires, scaling)
     for (variable, placement), shard, weight, form in zip(weights, shards, gathered, formats, strict=True):
         stored = {name: own for name, own in variable.get_metadata().items() if name in ("placement", "padded")}
         try:

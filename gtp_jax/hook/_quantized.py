@@ -52,8 +52,8 @@ def delayed(model: nnx.Module) -> dict[ModulePath, tuple[Coded, Any]]:
 
 
 def to_trace[M: nnx.Module](model: M) -> M:
-    """Gives the weights that `delayed` returns any amaxes, so that calls can be traced outside of a step. Returns the
-    model, which is changed."""
+    """Gives arbitrary amaxes to the weights that `delayed` returns, so that calls can be traced outside of a step.
+    Returns the model, which is changed."""
     amaxes = jnp.ones(3, jnp.float32)
     scaling = Scaling(amaxes, maximum_gradient(Scaling.slot_for(amaxes)))
     return with_made(model, (), None, dict.fromkeys(delayed(model), scaling))

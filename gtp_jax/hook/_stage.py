@@ -91,8 +91,7 @@ class StagedCall:
     def sent(self, shards: Sequence[Any], wires: Sequence[Wire], scaling: Scalings) -> Sent:
         """Returns what the call gathers, given the shards of its weights, the codes that the step has made, and how
         products are scaled."""
-        amaxes = [None if one is None else one.of_weight for one in scaling]
-        return Sent(dict(enumerate(shards)), self._weights.encode(shards, wires, amaxes))
+        return Sent(dict(enumerate(shards)), self._weights.encode(shards, wires, scaling))
 
     def prepare(self, sent: Sent) -> Arrays:
         """Returns the shards that are gathered as they are, in the dtypes in which they are gathered."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..chain import together
 from ..mesh import current_view
-from ..weights import Wire, straight_through
+from ..weights import Scaling, Wire, straight_through
 from ._codes import Coded, decode, encode
 from ._exchange import Exchange, exchange
 from ._movement import gather, gather_on_ranks, scatter
@@ -37,7 +37,7 @@ class Weights:
     casts: tuple[np.dtype | None, ...]
 
     def encode(
-        self, shards: Sequence[Any], made: Sequence[Wire], amaxes: Sequence[jax.Array | None]
+        self, shards: Sequence[Any], made: Sequence[Wire], scaling: Sequence[Scaling | None]
     ) -> tuple[Wire, ...]:
         """Returns the codes of all quantized weights, as wires: the codes that the step has made, and new codes of the
         weights for which it has made none.
@@ -45,10 +45,12 @@ class Weights:
         Args:
             shards: the shards of the weights.
             made: the codes that the step has made, as wires. A member of a wire is named `(number,)`, after its weight.
-            amaxes: the amax that sets the scale of each weight; `None` for a weight that is scaled by its own.
+            scaling: the scaling of each weight by amaxes of earlier steps; `None` for a weight that is scaled by its
+                own.
         """
         done = {number for wire in made for (number,) in wire.members}
         left = [None if number in done else own for number, own in enumerate(self.coded)]
+        amaxes = [None if one is None else one.of_weight for one in scaling]
         return (*made, *encode(shards, left, self._dtypes(shards), amaxes))
 
     def sent(self, shards: Sequence[Any]) -> list[jax.Array]:
@@ -111,7 +113,7 @@ class Weights:
 
 
 def gather_once(
-    weights: Weights, shards: Sequence[Any], made: Sequence[Wire], amaxes: Sequence[jax.Array | None]
+    weights: Weights, shards: Sequence[Any], made: Sequence[Wire], scaling: Sequence[Scaling | None]
 ) -> list[jax.Array]:
     """Returns gathered weights. Backward does not gather them again, unless a `jax.checkpoint` around the call
     recomputes them. Backward reduces their gradients to the gradients of the shards.
@@ -120,7 +122,7 @@ def gather_once(
         weights: how the weights are gathered, and how their gradients are reduced.
         shards: the shards of the weights.
         made: as in `Weights.encode`.
-        amaxes: as in `Weights.encode`.
+        scaling: as in `Weights.encode`.
     """
 
     dtypes = [shard.dtype for shard in shards]
@@ -137,5 +139,5 @@ def gather_once(
         return [found[i].astype(dtype) for i, dtype in enumerate(dtypes)], None
 
     apply.defvjp(forward, backward)
-    codes, tree = jax.tree.flatten(weights.encode(shards, made, amaxes))
+    codes, tree = jax.tree.flatten(weights.encode(shards, made, scaling))
     return apply(list(shards), codes)

@@ -100,7 +100,7 @@ def quantized_in_scope(layers: nnx.Module, length: int) -> nnx.Module:
         for at, group in owner.groups(length)
     }
     keys = {path: owner.keys for path, owner in owners.items() if owner.keys is not None}
-    scaling = {path: owner.scaling for path, owner in owners.items() if owner.scaling is not None}
+    scaling = {path: own for path, owner in owners.items() if (own := owner.scaling) is not None}
     amaxes = {path: one.of_weight for path, one in scaling.items()}
     made = quantize(groups, lax.stop_gradient(shards_of(layers)), amaxes=amaxes)
     return with_groups(layers, groups, made, keys, scaling=scaling)

@@ -307,7 +307,8 @@ class Weight(abc.ABC):
             return self.prepared[0].wire
         if self.group.wire is None:
             return None
-        amaxes = {} if self.scaling is None else {(): self.scaling.of_weight}
+        scaling = self.scaling
+        amaxes = {} if scaling is None else {(): scaling.of_weight}
         (wire,) = quantize_together({(): self.group}, {(): lax.stop_gradient(self.shards())}, amaxes)
         return wire
 

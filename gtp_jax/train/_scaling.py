@@ -57,7 +57,7 @@ def first_scaling(model: nnx.Module, recipe: Recipe | None) -> ScalingState:
     found, shards = {}, shards_of(model)
     for path, own in _scaled(model, recipe).items():
         lead = () if own.layers is None else (own.layers,)
-        shape = shards[path][0].shape if path in shards else None
+        shape = shards[path][0].shape if own.sharded is None else None
         if shape is not None and len(shape) != len(lead) + 2:
             raise ValueError(
                 f"the recipe scales {_name(path)} by amaxes of earlier steps, but its weight has shape {shape}, with "
@@ -97,7 +97,7 @@ def amaxes_in_use(scaling: ScalingState, model: nnx.Module, recipe: Recipe | Non
                 f"has {has} for it. Make the state with the step's recipe: "
                 "`gtp_jax.TrainState.create(model, optimizer, recipe=recipe)`."
             )
-        if one.sharded and copies > 1:
+        if one.sharded is not None and copies > 1:
             raise ValueError(
                 f"the recipe scales {name}, a weight that `gtp_jax.shard` has sharded, by amaxes of earlier steps, but "
                 f"in local view {copies} ranks compute with the same examples, so the amax of its gradient depends on "
@@ -157,8 +157,12 @@ def amaxes_of_step(
     """
     if not found:
         return {}
-    stored = {path: (form.to_matrix(array),) for path, (form, array) in _sharded(model, recipe).items()}
-    layouts = {path: own.layouts for path, own in _scaled(model, recipe).items()}
+    scaled, stored = _scaled(model, recipe), {}
+    for path, own in scaled.items():
+        if own.sharded is not None:
+            form, array = own.sharded
+            stored[path] = (form.to_matrix(array),)
+    layouts = {path: own.layouts for path, own in scaled.items()}
     weights = amaxes_of_weights(layouts, {**shards_of(model), **stored})
     return {path: jnp.stack([own[..., 0], weights[path], own[..., 1]], axis=-1) for path, own in found.items()}
 
@@ -231,13 +235,14 @@ class _Scaled(NamedTuple):
         operands: the formats of its operands.
         layouts: the layouts of its kernels.
         layers: its number of layers; `None` outside a `Stack`.
-        sharded: whether it is a weight that `gtp_jax.shard` has sharded.
+        sharded: of a weight that `gtp_jax.shard` has sharded, how it is quantized, and its stored array; see
+            `hook.delayed`. `None` for other modules.
     """
 
     operands: Operands
     layouts: Sequence[Layout]
     layers: int | None
-    sharded: bool
+    sharded: tuple[Coded, Any] | None = None
 
     @property
     def delayed(self) -> DelayedScaling:
@@ -264,17 +269,13 @@ def _scaled(model: nnx.Module, recipe: Recipe | None) -> dict[ModulePath, _Scale
     for (path, layers), group in groups.items():
         if group.operands is not None and group.delayed is not None:
             length = None if layers.stack is None else lengths[path]
-            found[path] = _Scaled(group.operands, group.layouts, length, sharded=False)
-    for path, (form, _) in _sharded(model, recipe).items():
-        assert form.operands is not None
-        found[path] = _Scaled(form.operands, (form.layout,), None, sharded=True)
-    return found
-
-
-def _sharded(model: nnx.Module, recipe: Recipe | None) -> dict[ModulePath, tuple[Coded, Any]]:
-    """Returns the weights with delayed scaling that `gtp_jax.shard` has sharded; see `hook.delayed`."""
+            found[path] = _Scaled(group.operands, group.layouts, length)
     with recipe_of_step(recipe):
-        return delayed(model)
+        sharded = delayed(model)
+    for path, (form, array) in sharded.items():
+        assert form.operands is not None
+        found[path] = _Scaled(form.operands, (form.layout,), None, (form, array))
+    return found
 
 
 def _of_each_rank(own: jax.Array) -> jax.Array:
