@@ -284,9 +284,17 @@ class _Step:
 
     def _gather_linear(self, flops: float) -> None:
         """Multiplies each part of the sequence while the next one travels over tp."""
+        self._in_turns(flops, idle=self.shape.tp - 1)
+
+    def _linear_scatter(self, flops: float) -> None:
+        """Multiplies each part of the sequence while the sum of the one before travels over tp."""
+        self._in_turns(flops, idle=0)
+
+    def _in_turns(self, flops: float, idle: int) -> None:
+        """Multiplies one part of the sequence in each turn, and sends another, except in the turn `idle`."""
         s = self.shape
-        for left in reversed(range(s.tp)):
-            part = self.order.flight("collective-permute", (TP,), VALUE * s.own * s.d * bool(left))
+        for turn in range(s.tp):
+            part = self.order.flight("collective-permute", (TP,), VALUE * s.own * s.d * (turn != idle))
             part.start()
             self.order.matmul(flops / s.tp)
             part.wait()
@@ -295,15 +303,6 @@ class _Step:
         """Returns the bytes of adding up the gradients of weights by the parts of the sequence."""
         s = self.shape
         return _TERM * (s.tp - 1) * elements if s.tp > 2 else 0
-
-    def _linear_scatter(self, flops: float) -> None:
-        """Multiplies each part of the sequence while the sum of the one before travels over tp."""
-        s = self.shape
-        for done in range(s.tp):
-            part = self.order.flight("collective-permute", (TP,), VALUE * s.own * s.d * bool(done))
-            part.start()
-            self.order.matmul(flops / s.tp)
-            part.wait()
 
     def _exchange_heads(self, elements: float) -> None:
         s = self.shape
