@@ -16,12 +16,14 @@ import pytest
 
 import gtp_jax
 
+from .clocks import Clock
+
 _SUBNET = "10.213.77"
 
 
 def missing() -> str | None:
     """Returns why this machine cannot make hosts; `None` if it can."""
-    if os.geteuid() != 0 or any(shutil.which(tool) is None for tool in ("ip", "unshare", "nsenter")):
+    if os.geteuid() != 0 or any(shutil.which(tool) is None for tool in ("ip", "tc", "unshare", "nsenter")):
         return "needs root, iproute2 and util-linux"
     probe = subprocess.run(["ip", "netns", "add", "gtp-probe"], capture_output=True, text=True)
     subprocess.run(["ip", "netns", "del", "gtp-probe"], capture_output=True)
@@ -34,6 +36,7 @@ class Hosts:
     Attributes:
         names: the name of each host, which all of them know.
         runs: the process of each host, once started.
+        clocks: the wall clocks of hosts, by host; the others have this machine's.
     """
 
     def __init__(self, count: int, folder: Path) -> None:
@@ -42,6 +45,7 @@ class Hosts:
         self._tag = f"g{os.getpid() % 10000}"
         self.names = [f"{self._tag}n{i}" for i in range(count)]
         self.runs: list[subprocess.Popen[str]] = []
+        self.clocks: dict[int, Clock] = {}
 
     def __enter__(self) -> Hosts:
         table = "127.0.0.1 localhost\n" + "".join(f"{self._address(i)} {name}\n" for i, name in enumerate(self.names))
@@ -88,12 +92,21 @@ class Hosts:
         here = {"PYTHONPATH": str(Path(gtp_jax.__file__).parents[1]), "JAX_PLATFORMS": "cpu"}
         return subprocess.Popen(
             [*command, sys.executable, *words],
-            env={**os.environ, **here, **env},
+            env={**os.environ, **here, **self._clock_of(host), **env},
             stdout=self._output(host).open("w"),
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
         )
+
+    def set_clock(self, host: int, ahead: int) -> None:
+        """Sets the wall clock of a host to this many seconds ahead, before its process starts or while it runs."""
+        if host not in self.clocks:
+            self.clocks[host] = Clock(self.folder / f"clock{host}")
+        self.clocks[host].set(ahead)
+
+    def _clock_of(self, host: int) -> dict[str, str]:
+        return self.clocks[host].environment if host in self.clocks else {}
 
     def _output(self, host: int) -> Path:
         return self.folder / f"host{host}.txt"
@@ -111,6 +124,36 @@ class Hosts:
         """Mends the links of hosts."""
         for host in hosts:
             _ip("link", "set", f"{self.names[host]}v", "master", self._tag)
+
+    def worsen(self, *how: str) -> None:
+        """Puts a queueing discipline of `tc`, such as `netem delay 20ms`, on both directions of every link. Skips the
+        test with the kernel's reason if the kernel does not have it."""
+        for name in self.names:
+            for of, device in (((), f"{name}v"), (("-n", name), "eth0")):
+                made = subprocess.run(
+                    ["tc", *of, "qdisc", "add", "dev", device, "root", *how], capture_output=True, text=True
+                )
+                if "kind is unknown" in made.stderr:
+                    pytest.skip(f"the kernel has no `{how[0]}`: {made.stderr.strip()}")
+                assert made.returncode == 0, made.stderr
+
+    def lose(self, percent: int) -> None:
+        """Loses this share of the packets that arrive at every host, by a rule of its firewall. Skips the test where
+        that is not possible."""
+        if shutil.which("nft") is None:
+            pytest.skip("needs nftables")
+        rules = "add table inet gtp; add chain inet gtp in { type filter hook input priority 0; }; "
+        rules += f'add rule inet gtp in iifname "eth0" numgen random mod 100 < {percent} counter drop'
+        for name in self.names:
+            made = subprocess.run(["ip", "netns", "exec", name, "nft", rules], capture_output=True, text=True)
+            if made.returncode:
+                pytest.skip(f"the kernel does not lose packets by chance: {made.stderr.strip()}")
+
+    def lost(self, host: int) -> int:
+        """Returns the number of packets that `lose` has lost on the way to a host."""
+        command = ["ip", "netns", "exec", self.names[host], "nft", "list", "table", "inet", "gtp"]
+        rules = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        return int(rules.partition("counter packets ")[2].split()[0])
 
     def kill(self, host: int) -> None:
         """Kills every process of a host at once, as a loss of power does."""

@@ -1,4 +1,4 @@
-"""Of processes that wait for each other in every step, only the one that is slow is named."""
+"""Of processes that wait for each other in every step, only the slow one is named, whatever the time is on it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from ..hosts.clocks import Clock
 from .runs import python
 
 # Steps that end together, as collectives make them; batches and launches take each process its own time.
@@ -50,8 +51,15 @@ def test_only_the_slow_host_is_named(tmp_path):
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     files = [tmp_path / f"{i}.txt" for i in range(2)]
+    clocks = [Clock(tmp_path / f"clock{i}") for i in range(2)]
+    clocks[1].set(3600)
     runs = [
-        python("-c", _PROCESS, i, address, tmp_path / "run", stdout=file.open("w"), stderr=subprocess.STDOUT)
+        python(
+            *("-c", _PROCESS, i, address, tmp_path / "run"),
+            env={"JAX_PLATFORMS": "cpu", **clocks[i].environment},
+            stdout=file.open("w"),
+            stderr=subprocess.STDOUT,
+        )
         for i, file in enumerate(files)
     ]
     try:
@@ -59,7 +67,8 @@ def test_only_the_slow_host_is_named(tmp_path):
         while not all("ready" in file.read_text() for file in files):
             assert time.monotonic() < deadline, files[0].read_text()
             time.sleep(0.1)
-        deadline = time.monotonic() + 40
+        clocks[0].set(7200)
+        deadline = time.monotonic() + 90
         while "slow: " not in files[0].read_text() and time.monotonic() < deadline:
             runs[1].send_signal(signal.SIGSTOP)  # a host that does other work nine tenths of the time
             time.sleep(0.045)

@@ -15,9 +15,11 @@ LAUNCH_GROUP = "several processes"
 
 # By default, all processes must come within this many seconds. JAX then has this long to connect them.
 _JOIN_S = 120.0
-# JAX ends a process this many seconds after a peer fell silent, and says nothing about checkpoints. The watch acts
-# sooner and, unlike JAX, tolerates processes that were suspended.
+# JAX ends a process this many seconds after a peer fell silent, and says nothing about checkpoints. The trainer's watch
+# acts sooner and, unlike JAX, tolerates processes that were suspended and wall clocks that are set: JAX ends all
+# processes if that of process 0 is set ahead by more than this.
 _HEARTBEAT_TIMEOUT_S = 900
+_WATCHED_HEARTBEAT_TIMEOUT_S = 7 * 24 * 3600
 
 # The processes that this one has joined.
 _joined: Launch | None = None
@@ -53,11 +55,12 @@ class Launch:
     join_timeout_s: float = _JOIN_S
     device: int | None = None
 
-    def join(self, timeout_s: float = _JOIN_S) -> None:
+    def join(self, timeout_s: float = _JOIN_S, *, watched: bool = False) -> None:
         """Connects the processes, unless the program has done so. Must be called before JAX's backend is first used.
 
         Args:
             timeout_s: the time that JAX has to connect them, in seconds.
+            watched: whether the caller notices by itself that a process is gone.
 
         Raises:
             NoCoordinator: if the processes do not find each other.
@@ -82,7 +85,7 @@ class Launch:
                 local_device_ids=self.device,
                 cluster_detection_method="deactivate",  # `find_launch` has looked; in pods, JAX would ask Kubernetes
                 initialization_timeout=max(1, round(timeout_s)),
-                heartbeat_timeout_seconds=_HEARTBEAT_TIMEOUT_S,
+                heartbeat_timeout_seconds=_WATCHED_HEARTBEAT_TIMEOUT_S if watched else _HEARTBEAT_TIMEOUT_S,
             )
         except RuntimeError as error:
             if "must be called before" in str(error):

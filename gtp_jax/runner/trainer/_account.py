@@ -15,7 +15,8 @@ def seconds_by_cause(events: Sequence[Event]) -> dict[str, float]:
     """Returns the seconds of a run by cause, over all its attempts.
 
     `step` is the time of steps that count; `lost`, the time of steps that were repeated after a kill or a rollback;
-    `down`, the time from the last event of an attempt to the next attempt. The other causes are activities.
+    `down`, the time from the last event of an attempt to the next attempt, by the clocks of the hosts of process
+    0. The other causes are activities.
 
     Args:
         events: the events of the record, in order; only those that the trainer wrote are used.

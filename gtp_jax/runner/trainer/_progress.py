@@ -44,7 +44,7 @@ class Progress:
         self._log = Log(log if self._speaks else None, begin, guard, trackers)
         self._pace = _Pace(job.per_step[0])
         self._shown = dict(job.shown)
-        kind, every = (tqdm, 0.2) if sys.stderr.isatty() else (_Lines, 30)  # in seconds
+        kind, every = (_Bar, 0.2) if sys.stderr.isatty() else (_Lines, 30)  # in seconds
         self._bar = kind(
             total=job.limits.steps,
             initial=begin,
@@ -104,7 +104,7 @@ class Progress:
         """Starts the bar's clock: the time until the first step has ended, which compiles, says nothing of the rest."""
         self._begun = True
         self._bar.initial = self._bar.n = self._bar.last_print_n = step
-        self._bar.start_t = self._bar.last_print_t = time.time()
+        self._bar.start_t = self._bar.last_print_t = time.monotonic()
         self._bar.refresh()
 
     def rewind(self, step: int) -> None:
@@ -136,7 +136,14 @@ class Progress:
         self._pace.skip(time.perf_counter() - began)
 
 
-class _Lines(tqdm):
+class _Bar(tqdm):
+    """A bar that goes by the monotonic clock. By the wall clock, which is tqdm's, it would stand still for an hour
+    if that is set back by one."""
+
+    _time = property(lambda self: time.monotonic, lambda self, clock: None)
+
+
+class _Lines(_Bar):
     """The progress as whole lines, for output that is not a terminal: a bar would run into the text around it."""
 
     def display(self, msg: str | None = None, pos: int | None = None) -> None:

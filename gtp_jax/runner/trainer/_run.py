@@ -101,7 +101,7 @@ def _run(
     directory, changes, description = peers.together(check)
     check_agreement(peers, description)
     watch.doing("join")
-    launch.join()
+    launch.join(watched=True)
     # From here on, all processes compute the same from the same values, so that all of them refuse a mistake or none.
     watch.doing("check")
     task.place(launch, begin, directory, supervision)
