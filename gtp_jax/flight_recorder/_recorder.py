@@ -58,6 +58,7 @@ class Recorder:
 
     Attributes:
         said: the sentences that this process has printed.
+        alarm: whether a process is known to be silent, so that a step takes too long whatever the others took.
     """
 
     def __init__(
@@ -71,9 +72,11 @@ class Recorder:
         self._folder = folder
         self._meeting = _meeting(folder if meet == "folder" else None, self._processes)
         self._stamps = own_stamps()
-        self.steps, self.said = Steps(), list[str]()
+        self.steps, self.said, self.alarm = Steps(), list[str](), False
         self._beats, self._answered = 0, time.monotonic()
+        self._host_of_first = ""  # ` on` its name, once it is known
         self._over, self._reported = 0, 0  # the step that takes too long, and the last one that was reported
+        self._late = False  # whether a step has exceeded the limit; otherwise, it takes too long by an alarm
         self._seen: tuple[int, dict[int, int], float] | None = None  # a step, and the beats of all at a time
         self._stop = threading.Event()
         self._threads = [threading.Thread(target=self._watch, name="gtp recorder", daemon=True)]
@@ -97,6 +100,8 @@ class Recorder:
         _active = None if _active is self else _active
         self._stop.set()
         self._threads[0].join()
+        for thread in self._threads[1:]:
+            thread.join(_BEAT_S)  # the coordinator may not answer any more
 
     def step(self, result: Any) -> None:
         """Records that a step of one's own was launched; those of `gtp_jax.train_step` are recorded anyway.
@@ -124,8 +129,9 @@ class Recorder:
             late_s, looked = now - looked - _TICK_S, now
             took_s = self.steps.look(late_s if late_s > _LATE_S else 0.0)
             oldest = self.steps.begun - self.steps.in_flight + 1
-            if took_s <= self._limit_s():
-                if self._over and (not took_s or oldest > self._over):
+            self._late = took_s > self._limit_s()
+            if not self._late and not (took_s and self.alarm):
+                if self._over and (not took_s or oldest > self._over or self._reported != self._over):
                     self._over = 0
                 continue
             if self._over != oldest:
@@ -134,8 +140,9 @@ class Recorder:
                 if self._meeting is None:
                     self._say(sentence([self._own()], silent={}))
             elif self._reported != oldest and now - self._answered > 2 * _SILENT_BEATS * _BEAT_S:
-                where = f"process {self._process} waits {self.where}"
-                self._say(f"step {oldest} hangs: process 0, which holds JAX's coordinator, does not answer; {where}")
+                first, who = f"process 0{self._host_of_first}", f"process {self._process} on {socket.gethostname()}"
+                silent = f"{first}, which holds JAX's coordinator, does not answer"
+                self._say(f"step {oldest} hangs: {silent}; {who} waits {self.where}")
 
     def _say(self, text: str) -> None:
         self._reported = self._over
@@ -163,6 +170,7 @@ class Recorder:
             self.steps.python(),
             path,
             PLACES.digest(),
+            self._stop.is_set(),
         )
 
     def _report(self) -> None:
@@ -172,6 +180,8 @@ class Recorder:
             try:
                 self._beats += 1
                 self._meeting.put(str(self._process), dataclasses.asdict(self._own()))
+                if not self._host_of_first and (first := self._meeting.get("0")) is not None:
+                    self._host_of_first = f" on {first['host']}"
                 asked = self._meeting.get("question")
                 if asked != question:
                     question = asked
@@ -185,6 +195,8 @@ class Recorder:
                 if not fails:  # once, not every second
                     traceback.print_exc()
                 fails = True
+        with contextlib.suppress(Exception):
+            self._meeting.put(str(self._process), dataclasses.asdict(self._own()))
 
     def _compare(self, meeting: Meeting) -> None:
         """Reads the reports of all processes twice, and prints the sentence if this is the first process that waits."""
@@ -204,6 +216,8 @@ class Recorder:
             self._reported = over  # by that process
             return
         missing = sorted({*range(self._processes)} - set(beats))
+        if not (self._late or silent or missing):
+            return  # the process that was silent is back
         self._say(
             sentence([self._exact(r) if r.process in silent else r for r in reports], silent=silent, missing=missing)
         )

@@ -25,6 +25,7 @@ class Report:
         python: the place of the main thread in its Python code.
         stamps: the file of the stamps of all local devices, on the host; empty if there are none.
         places: a digest of the places of all programs of the process. Where it is the same, ids mean the same.
+        closed: whether the process has closed its recorder, so that this is its last report.
     """
 
     process: int
@@ -37,6 +38,7 @@ class Report:
     python: str
     stamps: str = ""
     places: str = ""
+    closed: bool = False
 
     @classmethod
     def of_json(cls, values: Mapping[str, Any]) -> Report:
@@ -67,7 +69,7 @@ def sentence(reports: Sequence[Report], *, silent: Mapping[int, float], missing:
         culprits, said = [], [f"{_processes(missing)} {_has(missing)} made no report"]
     else:
         culprits, said = _culprits(reports, silent, step)
-    waiting = [report for report in reports if report not in culprits and report.over]
+    waiting = [report for report in reports if report not in culprits and report.running]
     groups: dict[str, list[Report]] = {}
     for report in waiting:
         groups.setdefault(_standing(report), []).append(report)
@@ -79,15 +81,12 @@ def sentence(reports: Sequence[Report], *, silent: Mapping[int, float], missing:
 def _culprits(reports: Sequence[Report], silent: Mapping[int, float], step: int) -> tuple[list[Report], list[str]]:
     """Returns the processes that hold up the others, and a clause about each group of them."""
     if found := [report for report in reports if report.process in silent]:
-        each = [
-            f"{_named([r])} has given no sign of life for {silent[r.process]:.0f} s and is {_standing(r)}"
-            for r in found
-        ]
-        return found, each
-    if found := [report for report in reports if not report.running and report.step < step]:
-        return found, [f"{_named([r])} has not begun step {step}: its Python code is in {r.python}" for r in found]
-    if (other := _on_another_way(reports)) is not None:
-        return [other[0]], [other[1]]
+        return found, [f"{_named([r])} {_silent(r, silent[r.process])}" for r in found]
+    if found := [report for report in reports if not report.running]:
+        each = [f"{_named([r])} has {'not begun' if r.step < step else 'ended'} step {step}" for r in found]
+        return found, [f"{one}: its Python code is in {r.python}" for one, r in zip(each, found, strict=True)]
+    if (others := _on_another_way(reports)) is not None:
+        return others
     least, most = (pick(report.number for report in reports) for pick in (min, max))
     if least < most:
         found = [report for report in reports if report.number == least]
@@ -95,19 +94,35 @@ def _culprits(reports: Sequence[Report], silent: Mapping[int, float], step: int)
     return [], ["no process is behind the others"]
 
 
-def _on_another_way(reports: Sequence[Report]) -> tuple[Report, str] | None:
-    """Returns a process whose stamps differ from those of most others, and a clause that says so; `None` if there is
-    none. Such a process runs another program, which may lack a collective of the others."""
+def _silent(report: Report, seconds: float) -> str:
+    if report.closed:
+        return f"has closed its recorder after step {report.step}"
+    return f"has given no sign of life for {seconds:.0f} s and is {_standing(report)}"
+
+
+def _on_another_way(reports: Sequence[Report]) -> tuple[list[Report], list[str]] | None:
+    """Returns the processes whose stamps differ from those of most, and a clause that says so; `None` if there are
+    none. Such processes run another program, which may lack a collective of the others. Without a majority, returns no
+    process, and a clause about each program."""
     numbers = sorted({number for report in reports for number, _ in report.recent})
     for number in numbers:
-        places = {report.process: dict(report.recent)[number] for report in reports if number in dict(report.recent)}
-        kinds = sorted(set(places.values()), key=lambda place: list(places.values()).count(place))
-        if len(kinds) > 1:
-            report = next(report for report in reports if places.get(report.process) == kinds[0])
-            return report, (
-                f"{_named([report])} runs another program: its stamp number {number} is `{kinds[0]}`, and that of the "
-                f"others is `{kinds[-1]}`"
-            )
+        ways: dict[str, list[Report]] = {}
+        for report in reports:
+            if (place := dict(report.recent).get(number)) is not None:
+                ways.setdefault(place, []).append(report)
+        if len(ways) < 2:
+            continue
+        usual = max(ways, key=lambda place: len(ways[place]))
+        found = [report for place, own in ways.items() if place != usual for report in own]
+        if len(ways[usual]) <= len(found):
+            each = [f"`{place}` in {_named(own)}" for place, own in ways.items()]
+            return [], [f"processes run different programs: stamp number {number} is {' and '.join(each)}"]
+        place = next(place for place in ways if place != usual)
+        own = ways[place]
+        return found, [
+            f"{_named(own)} {'run' if len(own) > 1 else 'runs'} another program: stamp number {number} is `{place}`, "
+            f"and that of the others is `{usual}`"
+        ]
     return None
 
 

@@ -14,7 +14,8 @@ import gtp_jax as gtp
 
 class Block(nnx.Module):
     def __init__(self, rngs):
-        self.up, self.down = nnx.Linear(32, 32, rngs=rngs), nnx.Linear(32, 32, rngs=rngs)
+        # without biases: gloo aborts if collectives of different sizes meet, and waits if their kinds differ
+        self.up, self.down = (nnx.Linear(32, 32, use_bias=False, rngs=rngs) for _ in range(2))
 
     def __call__(self, x):
         return x + self.down(jax.nn.gelu(self.up(x)))
@@ -44,11 +45,14 @@ def main(process: int, processes: int, coordinator: str, meet: str, folder: Path
         model = gtp.shard(Model(nnx.Rngs(0)), "layers.*", min_size=1)
         state = gtp.TrainState.create(model, optax.sgd(1e-3))
         step = gtp.train_step(lambda model, x: (model(x) ** 2).mean(), optax.sgd(1e-3))
+        short = gtp.train_step(lambda model, x: (model.layers[1](model.layers[0](x)) ** 2).mean(), optax.sgd(1e-3))
         x = jax.make_array_from_callback(rows.shape, jax.NamedSharding(mesh, jax.P("gtp")), rows.__getitem__)
         number = 0
         while not (folder / "end").exists() or number <= int((folder / "end").read_text() or 1 << 30):
             load(folder, process)
-            state, metrics = step(state, x)
+            if (folder / f"leave{process}").exists():
+                break
+            state, metrics = (short if (folder / f"skip{process}").exists() else step)(state, x)
             number, loss = number + 1, float(metrics["loss"])
             (folder / f"step{process}").write_text(f"{number} {loss}")
 

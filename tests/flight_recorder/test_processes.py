@@ -1,6 +1,7 @@
 """A process that is stopped in the middle of a step, or slow before one, is named, with the layer in which the others
-wait. The run goes on with it."""
+wait. The run goes on with it. One that skips a collective of the others, or leaves them, is named too."""
 
+import contextlib
 import re
 import signal
 import socket
@@ -51,22 +52,32 @@ def end(folder, processes):
     (folder / "end").write_text(str(max(step_of(folder, i) for i in range(processes)) + 500))
 
 
-def test_a_stopped_and_a_slow_process_are_named_and_the_run_goes_on(tmp_path):
+@contextlib.contextmanager
+def running(processes, meet, folder):
+    """Yields the processes of a program, and for each a function that returns its output; kills them in the end."""
     with socket.socket() as own:
         own.bind(("localhost", 0))
         port = own.getsockname()[1]
-    outputs = [tmp_path / f"out{i}.txt" for i in range(2)]
+    outputs = [folder / f"out{i}.txt" for i in range(processes)]
     runs = [
         subprocess.Popen(
-            [sys.executable, str(PROGRAM), str(i), "2", f"localhost:{port}", "folder", str(tmp_path)],
+            [sys.executable, str(PROGRAM), str(i), str(processes), f"localhost:{port}", meet, str(folder)],
             stdout=outputs[i].open("w"),
             stderr=subprocess.STDOUT,
             cwd=Path(gtp_jax.__file__).parents[1],
         )
-        for i in range(2)
+        for i in range(processes)
     ]
     try:
-        said = [lambda path=path: path.read_text() for path in outputs]
+        yield runs, [lambda path=path: path.read_text() for path in outputs]
+    finally:
+        for run in runs:
+            run.kill()
+            run.wait()
+
+
+def test_a_stopped_and_a_slow_process_are_named_and_the_run_goes_on(tmp_path):
+    with running(2, "folder", tmp_path) as (runs, said):
         go_on(tmp_path, 2, said[0])
         slow = sentence_after((tmp_path / "sleep1").touch, said[0])
         assert (
@@ -89,9 +100,35 @@ def test_a_stopped_and_a_slow_process_are_named_and_the_run_goes_on(tmp_path):
         assert "last stamps:" in record and "after backward of layers.0" in record and "program.py" in record
         end(tmp_path, 2)
         assert [run.wait(60) for run in runs] == [0, 0]
-    finally:
-        for run in runs:
-            run.kill()
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_a_process_whose_step_lacks_collectives_of_the_others_is_named(processes, tmp_path):
+    host, victim = socket.gethostname(), processes // 2
+    with running(processes, "coordinator", tmp_path) as (_, said):
+        go_on(tmp_path, processes, said[0])
+        found = sentence_after((tmp_path / f"skip{victim}").touch, said[0])
+    programs, *waits = found.partition("; steps took")[0].split("; ")
+    place = "(in|after) (forward|backward) of (layers|Block)"
+    if processes == 2:  # which of the two is right cannot be known
+        two = rf"stamp number \d+ is `{place}.*` in process \d on {host} and `{place}.*` in process \d on {host}"
+        assert re.search(f"hangs: processes run different programs: {two}", programs), found
+        assert sorted(wait.split()[1] for wait in waits) == ["0", "1"], found
+        assert all(re.match(rf"process \d on {host} waits {place}", wait) for wait in waits), found
+    else:
+        one = rf"stamp number \d+ is `{place}.*`, and that of the others is `{place}"
+        assert re.search(f"hangs: process 2 on {host} runs another program: {one}", programs), found
+        assert sorted(re.findall(r"\d", "".join(wait.partition(" on ")[0] for wait in waits))) == ["0", "1", "3"], found
+        assert all(re.match(rf"process(es)? .* on {host} waits? for it {place}", wait) for wait in waits), found
+
+
+def test_a_process_that_leaves_the_loop_one_step_early_is_named(tmp_path):
+    with running(2, "coordinator", tmp_path) as (_, said):
+        go_on(tmp_path, 2, said[0])
+        found = sentence_after((tmp_path / "leave1").touch, said[0])
+        host, made = socket.gethostname(), step_of(tmp_path, 1)
+        assert f"step {made + 1} hangs: process 1 on {host} has closed its recorder after step {made}; " in found, found
+        assert re.search(rf"process 0 on {host} waits for it (at the beginning of a step|{LAYER})", found), found
 
 
 def test_a_stopped_host_is_named_over_the_coordinator(tmp_path):

@@ -43,8 +43,28 @@ def report(process, place=HERE, number=100, **changes):
             [report(0), report(1, "after backward of layers.16"), report(2)],
             {},
             [],
-            "step 5 hangs: process 1 on a runs another program: its stamp number 100 is `after backward of layers.16`, "
+            "step 5 hangs: process 1 on a runs another program: stamp number 100 is `after backward of layers.16`, "
             f"and that of the others is `{HERE}`; processes 0 and 2 on a wait for it {HERE}",
+        ),
+        (
+            [report(0), report(1, BEFORE)],
+            {},
+            [],
+            f"step 5 hangs: processes run different programs: stamp number 100 is `{HERE}` in process 0 on a and "
+            f"`{BEFORE}` in process 1 on a; process 0 on a waits {HERE}; process 1 on a waits {BEFORE}",
+        ),
+        (
+            [report(0), report(1, running=False, over=False)],
+            {},
+            [],
+            "step 5 hangs: process 1 on a has ended step 5: its Python code is in load (data.py:3); "
+            f"process 0 on a waits for it {HERE}",
+        ),
+        (
+            [report(0), report(1, step=4, running=False, over=False, closed=True)],
+            {1: 4.0},
+            [],
+            f"step 5 hangs: process 1 on a has closed its recorder after step 4; process 0 on a waits for it {HERE}",
         ),
         (
             [report(0), report(1)],
@@ -66,7 +86,18 @@ def report(process, place=HERE, number=100, **changes):
             "load (data.py:3); process 0 on a waits for it in its Python code, load (data.py:3)",
         ),
     ],
-    ids=["silent", "not begun", "behind", "another program", "all at one place", "missing", "no stamps"],
+    ids=[
+        "silent",
+        "not begun",
+        "behind",
+        "another program",
+        "two programs",
+        "ended",
+        "closed",
+        "all at one place",
+        "missing",
+        "no stamps",
+    ],
 )
 def test_the_sentence_names_who_holds_up_whom(reports, silent, missing, said):
     assert sentence(reports, silent=silent, missing=missing) == said

@@ -83,9 +83,11 @@ def test_there_is_one_recorder_and_it_records_steps_of_ones_own():
     assert active() is None
 
 
-def test_a_process_alone_says_where_its_step_hangs(capfd, monkeypatch, tmp_path):
+@pytest.mark.parametrize("alarm", [False, True])
+def test_a_process_says_where_its_step_hangs_by_its_duration_or_by_an_alarm(alarm, capfd, monkeypatch, tmp_path):
     monkeypatch.setattr("jax.Array", Result)
-    with gtp.recorder(tmp_path, at_least=0.1) as recorder:
+    with gtp.recorder(tmp_path, at_least=1e6 if alarm else 0.1) as recorder:
+        recorder.alarm = alarm
         recorder.step(Result())
         while not recorder.said:
             pass
@@ -93,4 +95,4 @@ def test_a_process_alone_says_where_its_step_hangs(capfd, monkeypatch, tmp_path)
     assert "gtp recorder: step 1 hangs: no process is behind the others; process 0 on " in said
     assert f"Record: {tmp_path / 'record-0.txt'}" in said
     record = (tmp_path / "record-0.txt").read_text()
-    assert "step 1" in record and "test_a_process_alone_says_where_its_step_hangs" in record
+    assert "step 1" in record and "test_a_process_says_where_its_step_hangs" in record

@@ -80,7 +80,7 @@ def test_silence_is_judged_more_patiently_before_the_first_step():
     clock = PhaseClock(time)
     clock.expect([1, 2])
     pass_s(time, [clock], SILENT_AT_FIRST_S)  # 1 talks
-    assert clock.silent() == []
+    assert clock.silent() == [] and clock.silent(1 / 3) == [2]
     pass_s(time, [clock], 1)
     assert clock.silent() == [2]
     clock = running(Time())

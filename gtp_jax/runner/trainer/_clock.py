@@ -103,10 +103,10 @@ class PhaseClock:
         """How long a peer may be silent, in seconds."""
         return self._silent_s if self._first_step_over else max(self._silent_s, SILENT_AT_FIRST_S)
 
-    def silent(self) -> list[int]:
-        """Returns the peers that have been silent for too long."""
-        now = self._now()
-        return [process for process, heard in sorted(self._heard.items()) if now - heard > self.silence_s]
+    def silent(self, share: float = 1.0) -> list[int]:
+        """Returns the peers that have been silent for too long, or for a share of that."""
+        now, least_s = self._now(), share * self.silence_s
+        return [process for process, heard in sorted(self._heard.items()) if now - heard > least_s]
 
     @property
     def elapsed_s(self) -> float:

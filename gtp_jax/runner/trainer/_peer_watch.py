@@ -30,6 +30,10 @@ from ._watch import Activity, Watch
 
 _SLOW_EVERY_S = 10.0
 
+# After this share of the silence that ends the process, the recorder asks who holds up the step: it takes up to 7 s to
+# say so, and steps may usually take longer than the silence.
+_ASK_AT = 1 / 3
+
 # How long process 0 waits for the others to end before it ends. JAX's coordinator ends with process 0, and JAX then
 # aborts the others, perhaps before they have reported why they end.
 _OTHERS_END_S = 1.0
@@ -186,12 +190,15 @@ class PeerWatch(Watch):
         with self._clock_lock:
             suspended_s = self._clock.tick()
             silent, over = self._clock.silent(), self._clock.elapsed_s > self._clock.limit_s
+            alarm = bool(self._clock.silent(_ASK_AT))
             silence_s, elapsed_s, limit_s = self._clock.silence_s, self._clock.elapsed_s, self._clock.limit_s
             activity, step = self._clock.activity, self._clock.step
         if self._trouble is not None:
             self._end(*self._trouble)
         if suspended_s:
             print(f"gtp-jax: process {self._process} was suspended for {suspended_s:.0f} s", file=sys.stderr)
+        if (recorder := active()) is not None:
+            recorder.alarm = alarm
         if self._guard is not None:
             self._guard.beat()
         self._beat({"step": step, "activity": activity, "for_s": round(elapsed_s, 1)})
