@@ -24,6 +24,7 @@ _LIBRARY_CALLS = {
     "__cudnn$fmha": "attention",
     "__gpu$xla.gpu.triton": "matmul",  # Pallas: grouped matmuls, whose number of operations is unknown
     "gtp_grouped_": "matmul",
+    "gtp_blocked_product": "matmul",
 }
 
 # Instructions that run as a single kernel or call, even if they call computations.
@@ -188,7 +189,7 @@ def _matmul_flops(visit: Visit) -> int:
     """Returns 2 * elements of the result * size of the contraction; in a grouped matmul, each row has one group."""
     i = visit.instruction
     operand = visit.scope.get(i.operands[0]) if i.operands else None
-    if operand is not None and (i.attribute("custom_call_target") or "").startswith("gtp_grouped_"):
+    if operand is not None and (i.attribute("custom_call_target") or "").startswith("gtp_"):
         return 2 * operand.shapes[0].elements * i.shapes[0].dims[-1]
     dims = re.search(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)', i.attributes)
     if operand is None or dims is None:

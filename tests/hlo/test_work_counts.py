@@ -91,6 +91,7 @@ def test_attention_has_the_rate_of_its_kernel_even_where_backward_recomputes_for
         ("__cublas$lt$matmul$f8", "f8e4m3fn", "FP8 matmuls"),
         ("gtp_grouped_product", "u8", "FP8 matmuls"),
         ("gtp_grouped_product", "bf16", "bf16 matmuls"),
+        ("gtp_blocked_product", "u8", "FP8 matmuls"),
     ],
 )
 def test_matmuls_have_the_rate_of_their_operands(target, dtype, rate):
