@@ -2,6 +2,8 @@
 
 from ._bits import in_bits as in_bits
 from ._bits import moved_in_bits as moved_in_bits
+from ._gathered_codes import gather_linear_blocks as gather_linear_blocks
+from ._gathered_codes import linear_scatter_blocks as linear_scatter_blocks
 from ._heads import SEQUENCE_EXCHANGES as SEQUENCE_EXCHANGES
 from ._heads import SequenceExchange as SequenceExchange
 from ._heads import check_sequence_exchange as check_sequence_exchange

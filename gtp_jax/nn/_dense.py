@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Unpack
 
 import jax
@@ -17,11 +17,13 @@ from .._numbers import is_size
 from ..collectives import (
     Parts,
     gather_linear,
+    gather_linear_blocks,
     gather_linear_fp8,
     gather_sequence,
     join_parts,
     join_split,
     linear_scatter,
+    linear_scatter_blocks,
     linear_scatter_fp8,
     reduce_scatter_sequence,
     split_parts,
@@ -59,8 +61,9 @@ class Dense(WeightOwner):
     over tp along the sequence. The parts of the sequence are sent between ranks one at a time, each while another part
     is multiplied (`collectives.gather_linear`). Only reverse-mode differentiation is then supported. If a recipe
     multiplies in FP8, parts that are gathered are sent as codes. If it multiplies in a format with blocks, or with
-    delayed scaling, the whole sequence is sent at once. An input of two dimensions, `(batch, in_features)`, has no
-    sequence to shard.
+    delayed scaling, the whole sequence is sent at once: as codes in blocks of 128 and in MXFP8, if a part consists of
+    whole blocks of tokens (`moves_as_codes`), else as values. An input of two dimensions, `(batch, in_features)`, has
+    no sequence to shard.
 
     Args:
         in_features: the size of the last dimension of the input.
@@ -200,6 +203,18 @@ class Dense(WeightOwner):
         as_values_or_codes = operands is None or (operands.weight.block is None and operands.delayed is None)
         return self.shards_sequence(x.ndim) and degree(self.roles.tensor) > 1 and as_values_or_codes
 
+    def moves_as_codes(self, x: jax.Array, parts: int | None = None) -> bool:
+        """Returns whether a sequence that is sent over tp at once is gathered as codes with blocks.
+
+        Args:
+            x: one of the equal `parts` of the sequence, `(batch, sequence / parts, ..., features)`.
+            parts: their number; the degree of tp by default.
+        """
+        operands, ranks = self.operands, degree(self.roles.tensor)
+        if operands is None or ranks == 1 or not self.shards_sequence(x.ndim) or self.moves_in_parts(x):
+            return False
+        return operands.blocks_divide(math.prod(x.shape[1:-1]) * (parts or ranks) // ranks)
+
     def to_parts(self, x: jax.Array) -> tuple[Any, ...]:
         """Returns the output of a layer that is not row-parallel, as one output for each part of the sequence
         (`collectives.Parts`). If `moves_in_parts` is false, there is a single part."""
@@ -210,6 +225,9 @@ class Dense(WeightOwner):
         if axis is not None and self.moves_in_parts(x):
             products = save_for_backward(self.with_weight(lambda w, x: self._gather_linear(x, w, axis), x))
             lows = zip(*(split_parts(own, axis) for own in low), strict=True) if low else [()] * len(products)
+        elif axis is not None and self.parallel == "column" and self.moves_as_codes(x):
+            y = self.with_weight(lambda w, x: self._in_codes(gather_linear_blocks, x, w, axis), x)
+            products, lows = (save_for_backward(y),), [low]
         else:
             if self.parallel == "column":
                 x = gather_sequence(x, axis, sequence_parallel=whole)
@@ -235,6 +253,10 @@ class Dense(WeightOwner):
             ]
             return self._named(self._outputs(y, low))
         x = self._whole(parts)
+        if axis is not None and self.moves_as_codes(x, parts=1):
+            y = self.with_weight(lambda w, x: self._in_codes(linear_scatter_blocks, x, w, axis), x)
+            low = [reduce_scatter_sequence(own, axis, sequence_parallel=True) for own in self._low(x)]
+            return self._named(self._outputs(save_for_backward(y), low))
         outputs = self._outputs(self.with_weight(lambda w, x: self.product(x, w), x), self._low(x))
         whole = self.shards_sequence(x.ndim)
         return self._named([reduce_scatter_sequence(y, axis, sequence_parallel=whole) for y in outputs])
@@ -242,12 +264,16 @@ class Dense(WeightOwner):
     def _gather_linear(self, x: jax.Array, weight: Any, axis: str) -> Parts:
         if self.operands is None:
             return gather_linear(x, weight, axis)
-        return gather_linear_fp8(x, weight, self.operands.gradient, axis, keep_codes=self.operands.keep_codes)
+        return self._in_codes(gather_linear_fp8, x, weight, axis)
 
     def _linear_scatter(self, parts: Parts, weight: Any, axis: str) -> jax.Array:
         if self.operands is None:
             return linear_scatter(parts, weight, axis)
-        return linear_scatter_fp8(parts, weight, self.operands.gradient, axis, keep_codes=self.operands.keep_codes)
+        return self._in_codes(linear_scatter_fp8, parts, weight, axis)
+
+    def _in_codes(self, operation: Callable[..., Any], x: jax.Array | Parts, weight: Any, axis: str) -> Any:
+        """Returns `operation(x, weight, products, axis)` in the formats of the recipe."""
+        return self.in_products(weight, lambda weight, products: operation(x, weight, products, axis))
 
     @property
     def plain_fp8(self) -> bool:

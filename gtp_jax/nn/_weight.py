@@ -17,7 +17,16 @@ from ..chain import Remat, Schedule, with_remat
 from ..formats import Operands, Tiled
 from ..layout import ArrayLayout, Layout, is_padded, pad
 from ..mesh import current_view
-from ..ops import linear, linear_blocks, linear_fp8, linear_fp8_blocks, linear_fp8_delayed
+from ..ops import (
+    BlockProducts,
+    Fp8Products,
+    Products,
+    TileProducts,
+    linear,
+    linear_fp8_delayed,
+    linear_rounded,
+    saves_codes,
+)
 from ..recipes import Recipe, current_recipe
 from ..variables import PaddedParam, RefuseLinen, even_layout, padded_layout, refuse_optimizer, warn_optimizer
 from ..weights import (
@@ -320,11 +329,23 @@ class Weight(abc.ABC):
             scaling = self.scaling
             assert scaling is not None, "delayed scaling without a state"
             return linear_fp8_delayed(x, weight, scaling.amaxes, scaling.slot, self.operands.gradient)
-        if self.operands.weight.block is None:
-            return linear_fp8(x, weight, self.operands.gradient, keep_codes=self.operands.keep_codes)
+        return self.in_products(weight, lambda weight, products: linear_rounded(x, weight, products))
+
+    def in_products(self, weight: Any, multiply: Callable[[Any, Products], Any]) -> Any:
+        """Returns `multiply(weight, products)`, which is one output or several, in the formats of the recipe.
+
+        Args:
+            weight: the fused weight.
+            multiply: a function that multiplies by a weight in `products`. In formats with blocks, it gets the weight
+                of `in_blocks`.
+        """
+        operands = self.operands
+        assert operands is not None
+        if operands.weight.block is None:
+            return multiply(weight, Fp8Products(operands.gradient, saves_codes(operands.keep_codes)))
         if isinstance(self.group.wire, Tiled):
-            return linear_fp8_blocks(x, weight, self.group.order)
-        return self.in_blocks(weight, lambda weight, key, operands: linear_blocks(x, weight, key, operands))
+            return multiply(weight, TileProducts(self.group.order))
+        return self.in_blocks(weight, lambda weight, key, operands: multiply(weight, BlockProducts.of(key, operands)))
 
     def call_key(self) -> jax.Array:
         """Returns the key for the stochastic rounding of the current call, uint32 `(2,)`; zeros if there are no
@@ -334,11 +355,11 @@ class Weight(abc.ABC):
     def in_blocks(
         self,
         weight: Any,
-        multiply: Callable[[Any, jax.Array, Operands], jax.Array],
+        multiply: Callable[[Any, jax.Array, Operands], Any],
         key: jax.Array | None = None,
-    ) -> jax.Array:
+    ) -> Any:
         """Pads the rows of kernels to whole blocks where `WeightGroup.rows_in_blocks` requires it, calls
-        `multiply(weight, key, operands)` with the padded weight, and returns the result without padding.
+        `multiply(weight, key, operands)` with the padded weight, and returns its outputs without padding.
 
         Args:
             weight: the fused weight without padding.
@@ -349,7 +370,7 @@ class Weight(abc.ABC):
         rows, padded = use_rows(self.layouts), self.group.rows_in_blocks
         key = self.call_key() if key is None else key
         weight = jax.tree.map(lambda a: _resized(a, rows, padded, -2), weight)  # also the weight's slot, if any
-        return _resized(multiply(weight, key, self.operands), padded, rows, -1)
+        return jax.tree.map(lambda y: _resized(y, padded, rows, -1), multiply(weight, key, self.operands))
 
     def check_mesh(self) -> None:
         """Checks that the kernels were laid out for the degrees of the mesh in scope, and that their variables hold

@@ -36,6 +36,11 @@ class Order(NamedTuple):
         """Whether a kernel but the last is no whole number of tiles."""
         return self.padded != self.rows
 
+    @property
+    def plain(self) -> bool:
+        """Whether features lie in the order of the rows of codes, without padding."""
+        return self.ranks == 1 and not self.cuts
+
 
 def padded_shape(shape: tuple[int, ...], order: Order | None) -> tuple[int, ...]:
     """Returns the shape that `in_whole_tiles` gives codes of this shape."""
@@ -57,9 +62,9 @@ def in_whole_tiles(weight: QuantizedArray, order: Order | None) -> QuantizedArra
     return QuantizedArray(codes, weight.scales, None, weight.format, (codes.shape[-2], codes.shape[-1]))
 
 
-def by_parts(y: jax.Array, order: Order) -> jax.Array:
+def by_parts(y: jax.Array, order: Order | None) -> jax.Array:
     """Returns features `(tokens, padded rows of kernels)` without padding and in the order of parts."""
-    if order.ranks == 1 and not order.cuts:
+    if order is None or order.plain:
         return y
     kernels = jnp.split(y, np.cumsum(order.padded[:-1]), axis=1)
     own = [kernel[:, :rows] for kernel, rows in zip(kernels, order.rows, strict=True)]
@@ -67,8 +72,10 @@ def by_parts(y: jax.Array, order: Order) -> jax.Array:
     return jnp.reshape(jnp.concatenate(parts, axis=2), (len(y), sum(order.rows)))
 
 
-def by_kernels(y: jax.Array, order: Order) -> jax.Array:
+def by_kernels(y: jax.Array, order: Order | None) -> jax.Array:
     """Returns features in the order of kernels, each but the last padded with zeros: the transpose of `by_parts`."""
+    if order is None or order.plain:
+        return y
     parts = jnp.reshape(y, (len(y), order.ranks, y.shape[1] // order.ranks))
     kernels = jnp.split(parts, np.cumsum([rows // order.ranks for rows in order.rows[:-1]]), axis=2)
     joined = [jnp.reshape(one, (len(y), rows)) for one, rows in zip(kernels, order.rows, strict=True)]

@@ -10,6 +10,7 @@ from messages import naming
 from selection import others_full
 
 import gtp_jax as gtp
+from gtp_jax.chain import with_remat
 from gtp_jax.formats import FP8_BLOCKS, QuantizedArray
 from gtp_jax.ops import Order, SlottedWeight, linear_fp8_blocks
 
@@ -96,6 +97,14 @@ def test_wgrad_leaves_in_the_dtype_of_the_slot():
     assert y.dtype == to_x.dtype == jnp.bfloat16 and to_w.dtype == jnp.float32
     assert close(to_w, products(*(np.asarray(a, np.float32) for a in (x, w, g)))[2])
     assert np.any(to_w != to_w.astype(jnp.bfloat16).astype(jnp.float32))
+
+
+def test_policies_that_save_matmuls_save_the_output_and_not_what_a_kernel_or_the_reference_makes_it_of():
+    x, w = jnp.ones((256, 128), jnp.bfloat16), jnp.ones((384, 128), jnp.bfloat16)
+    run = with_remat(lambda x, w: jnp.sin(linear_fp8_blocks(x, w)), "matmuls")
+    saved = jax.tree.leaves(jax.eval_shape(lambda x, w: jax.vjp(run, x, w)[1], x, w))
+    outputs = [leaf.dtype for leaf in saved if 256 in leaf.shape and 384 in leaf.shape]
+    assert outputs == [jnp.bfloat16]
 
 
 def test_a_second_derivative_is_refused():

@@ -19,19 +19,19 @@ from gtp_jax.chain import REMAT
 from gtp_jax.collectives import gather_linear_fp8, join_parts, linear_scatter_fp8, split_parts
 from gtp_jax.formats import FP8_E5M2
 from gtp_jax.nn import abstract_model
-from gtp_jax.ops import linear_fp8
+from gtp_jax.ops import Fp8Products, linear_fp8
 
 BY_REMAT = gtp.FP8(matmuls=True)
 WITHOUT, KEPT = (gtp.FP8(matmuls=True, keep_codes=keep_codes) for keep_codes in (False, True))
 ROWS, INTO, OUT = 16, 24, 40
 
 
-def gathered(x, w, **options):
-    return join_parts(gather_linear_fp8(x, w, FP8_E5M2, "tp", **options), "tp")
+def gathered(x, w, keep_codes):
+    return join_parts(gather_linear_fp8(x, w, Fp8Products(FP8_E5M2, keep_codes), "tp"), "tp")
 
 
-def scattered(x, w, **options):
-    return linear_scatter_fp8(split_parts(x, "tp"), w, FP8_E5M2, "tp", **options)
+def scattered(x, w, keep_codes):
+    return linear_scatter_fp8(split_parts(x, "tp"), w, Fp8Products(FP8_E5M2, keep_codes), "tp")
 
 
 def alone(x, w, **options):

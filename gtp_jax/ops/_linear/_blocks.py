@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +19,8 @@ from .._implementation import Implementation, runs_native
 from .._operand import operand_amax, rounded_weight, rows_of, tensor_unit, values_of
 from .._quantize import hadamard_amax, multi_amax, quantize
 from .._save import save_for_backward
-from .._slot import SlottedWeight, refuse_second_derivative, values_and_slot
+from .._slot import SlottedWeight, values_and_slot
+from ._products import Gradient, linear_rounded
 
 _DTYPES: dict[str | None, Any] = {
     "e2m1": jnp.float4_e2m1fn,
@@ -69,72 +72,83 @@ def linear_blocks(
         TypeError: if `weight` is codes.
         NotImplementedError: if `implementation` is `"native"`, and the GPUs do not multiply codes and scales.
     """
-    values, slot = values_and_slot(weight)
-    missing = "" if supports_block_scaled_matmul() else "only B200 and B300 GPUs multiply codes and block scales"
-    scaled = runs_native("linear_blocks", implementation, missing)
-    return _linear(x, values, slot, key, operands, scaled, slot.dtype)
+    return linear_rounded(x, weight, BlockProducts.of(key, operands, implementation))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def _linear(
-    x: jax.Array,
-    weight: jax.Array,
-    slot: jax.Array,
-    key: jax.Array,
-    operands: Operands,
-    scaled: bool,
-    dtype: np.dtype,
-) -> jax.Array:
-    return _forward(x, weight, slot, key, operands, scaled, dtype)[0]
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("key",), meta_fields=("operands", "scaled"))
+@dataclasses.dataclass(frozen=True)
+class BlockProducts:
+    """Rounds operands to block formats; see `linear_blocks`.
 
+    Parts of a sequence have the codes of the whole if they consist of whole blocks of tokens, and formats have no amax.
 
-def _forward(
-    x: jax.Array,
-    weight: jax.Array,
-    slot: jax.Array,
-    key: jax.Array,
-    operands: Operands,
-    scaled: bool,
-    dtype: np.dtype,
-):
-    del slot, dtype
-    form, rows = operands.activation, rows_of(refuse_second_derivative("linear_blocks", x))
-    along_in, along_tokens = _amaxes(rows, operands.activation, operands.hadamard)
-    y = _product(
-        quantize(rows, form, amax=along_in),
-        rounded_weight(weight, operands, "row", codes=scaled),
-        1,
-        x.dtype,
-        x.dtype,
-        scaled,
-    )
-    if scaled:  # unlike a `dot_general`, which policies know
-        y = save_for_backward(y)
-    x_tokens = quantize(rows, form, amax=along_tokens, axis="column", hadamard=operands.hadamard)
-    return jnp.reshape(y, (*x.shape[:-1], y.shape[-1])), (x_tokens, weight, key)
+    Attributes:
+        key: uint32 `(2,)`, for stochastic rounding.
+        operands: the formats.
+        scaled: whether to multiply codes and scales, instead of their values.
+    """
 
+    key: jax.Array
+    operands: Operands
+    scaled: bool
 
-def _backward(operands: Operands, scaled: bool, dtype: np.dtype, saved, gradient: jax.Array):
-    x_tokens, weight, key = saved
-    weight, gradient = refuse_second_derivative("linear_blocks", (weight, gradient))
-    form, rows = operands.gradient, rows_of(gradient)
-    amaxes = _amaxes(rows, form, operands.hadamard)
-    along_out, along_tokens = quantize(
-        rows,
-        form,
-        amax=amaxes if form.has_amax else None,
-        axis="both",
-        hadamard=operands.hadamard,
-        key=key if operands.stochastic else None,
-    )
-    columns = rounded_weight(weight, operands, "column", codes=scaled)
-    to_x = _product(along_out, columns, 0, gradient.dtype, gradient.dtype, scaled)
-    # if transformed, the tokens of both operands were padded with zeros to whole runs
-    to_weight = _product(along_tokens, x_tokens, 0, weight.dtype, dtype, scaled)
-    return jnp.reshape(to_x, (*gradient.shape[:-1], weight.shape[1])), None, to_weight, None
+    @classmethod
+    def of(cls, key: jax.Array, operands: Operands, implementation: Implementation | None = None) -> BlockProducts:
+        """Returns the products that `implementation` runs; see `linear_blocks`."""
+        missing = "" if supports_block_scaled_matmul() else "only B200 and B300 GPUs multiply codes and block scales"
+        return cls(key, operands, runs_native("linear_blocks", implementation, missing))
 
+    @property
+    def name(self) -> str:
+        return "linear_blocks"
 
-_linear.defvjp(_forward, _backward)
+    def weight_and_slot(self, weight: jax.Array | SlottedWeight) -> tuple[jax.Array, jax.Array]:
+        return values_and_slot(weight)
+
+    def of_inputs(self, parts: Sequence[jax.Array], backward: bool) -> tuple[list[QuantizedArray], list[Any]]:
+        del backward
+        form, hadamard = self.operands.activation, self.operands.hadamard
+        codes, kept = [], []
+        for rows in map(rows_of, parts):
+            along_in, along_tokens = _amaxes(rows, form, hadamard)
+            codes.append(quantize(rows, form, amax=along_in))
+            kept.append(quantize(rows, form, amax=along_tokens, axis="column", hadamard=hadamard))
+        return codes, kept
+
+    def for_wgrad(self, saved: QuantizedArray) -> QuantizedArray:
+        return saved
+
+    def of_gradients(self, parts: Sequence[jax.Array]) -> list[Gradient]:
+        return [self._of_gradient(rows_of(part)) for part in parts]
+
+    def _of_gradient(self, rows: jax.Array) -> Gradient:
+        form, hadamard = self.operands.gradient, self.operands.hadamard
+        amaxes = _amaxes(rows, form, hadamard)
+        return quantize(
+            rows,
+            form,
+            amax=amaxes if form.has_amax else None,
+            axis="both",
+            hadamard=hadamard,
+            key=self.key if self.operands.stochastic else None,
+        )
+
+    def forward(self, weight: jax.Array, dtype: np.dtype) -> Callable[[QuantizedArray], jax.Array]:
+        rows, scaled = rounded_weight(weight, self.operands, "row", codes=self.scaled), self.scaled
+
+        def multiply(codes: QuantizedArray) -> jax.Array:
+            y = _product(codes, rows, 1, dtype, dtype, scaled)
+            return save_for_backward(y) if scaled else y  # unlike a `dot_general`, which policies know
+
+        return multiply
+
+    def dgrad(self, weight: jax.Array, dtype: np.dtype) -> Callable[[QuantizedArray], jax.Array]:
+        columns, scaled = rounded_weight(weight, self.operands, "column", codes=self.scaled), self.scaled
+        return lambda codes: _product(codes, columns, 0, dtype, dtype, scaled)
+
+    def wgrad(self, gradient: QuantizedArray, x: QuantizedArray, dtype: np.dtype, out: np.dtype) -> jax.Array:
+        # if transformed, the tokens of both operands were padded with zeros to whole runs
+        return _product(gradient, x, 0, dtype, out, self.scaled)
 
 
 def _amaxes(rows: jax.Array, form: Format, hadamard: bool) -> tuple[jax.Array | None, jax.Array | None]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +17,8 @@ from ...formats import FP8_E4M3, Format, QuantizedArray
 from .._operand import operand_amax, quantizable, rows_of, tensor_unit
 from .._quantize import multi_amax, power_of_two_amax, quantize
 from .._save import save_for_backward, saves_codes
-from .._slot import SlottedWeight, depends_on, refuse_second_derivative
+from .._slot import SlottedWeight, depends_on
+from ._products import Gradient, linear_rounded
 
 _DTYPES = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
 
@@ -47,8 +51,66 @@ def linear_fp8(
     Returns:
         `(..., features_out)`, of the same dtype.
     """
-    codes, slot = fp8_codes_and_slot(weight)
-    return _linear(x, codes, slot, gradients, slot.dtype, saves_codes(keep_codes))
+    return linear_rounded(x, weight, Fp8Products(gradients, saves_codes(keep_codes)))
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=(), meta_fields=("gradients", "keep_codes"))
+@dataclasses.dataclass(frozen=True)
+class Fp8Products:
+    """Rounds operands to FP8, each part by its own amax; see `linear_fp8`.
+
+    Attributes:
+        gradients: the format of the incoming gradient.
+        keep_codes: whether to save the codes of the input for backward, instead of the input.
+    """
+
+    gradients: Format
+    keep_codes: bool
+
+    @property
+    def name(self) -> str:
+        return "linear_fp8"
+
+    def weight_and_slot(self, weight: jax.Array | SlottedWeight) -> tuple[QuantizedArray, jax.Array]:
+        return fp8_codes_and_slot(weight)
+
+    def of_inputs(self, parts: Sequence[jax.Array], backward: bool) -> tuple[list[QuantizedArray], list[Any]]:
+        amaxes = list(operand_amax(multi_amax([rows_of(x) for x in parts]), FP8_E4M3))
+        keep_codes, codes, saved = backward and self.keep_codes, [], []
+        for x, amax in zip(parts, amaxes, strict=True):
+            own, kept = codes_of_input(x, amax, keep_codes)
+            codes.append(own)
+            saved.append((x if kept is None else kept, amax))
+        return codes, saved
+
+    def for_wgrad(self, saved: tuple[jax.Array | QuantizedArray, jax.Array]) -> QuantizedArray:
+        return codes_for_wgrad(*saved)
+
+    def of_gradients(self, parts: Sequence[jax.Array]) -> list[Gradient]:
+        rows = [rows_of(part) for part in parts]
+        amaxes = power_of_two_amax(multi_amax(rows), self.gradients)
+        return [
+            quantize(own, self.gradients, amax=(amax, amax), axis="both")
+            for own, amax in zip(rows, amaxes, strict=True)
+        ]
+
+    def to_send(self, gradient: jax.Array) -> QuantizedArray:
+        """Returns the codes of a part of the incoming gradient as a rank sends them, once for both products."""
+        rows = rows_of(gradient)
+        return quantize(rows, self.gradients, amax=power_of_two_amax(multi_amax([rows])[0], self.gradients))
+
+    def received(self, sent: QuantizedArray) -> Gradient:
+        """Returns the codes that `to_send` made, for both products."""
+        return sent, fp8_transposed(sent)
+
+    def forward(self, weight: QuantizedArray, dtype: np.dtype) -> Callable[[QuantizedArray], jax.Array]:
+        return lambda codes: fp8_product(codes, weight, dtype, dtype)
+
+    def dgrad(self, weight: QuantizedArray, dtype: np.dtype) -> Callable[[QuantizedArray], jax.Array]:
+        return self.forward(fp8_transposed(weight), dtype)
+
+    def wgrad(self, gradient: QuantizedArray, x: QuantizedArray, dtype: np.dtype, out: np.dtype) -> jax.Array:
+        return fp8_product(gradient, x, dtype, out)
 
 
 def fp8_codes_and_slot(
@@ -98,37 +160,6 @@ def codes_of_gradient(
     rows = rows_of(gradient)
     amax = power_of_two_amax(multi_amax([rows])[0], format)
     return quantize(rows, format, amax=(amax, amax), axis="both")
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
-def _linear(
-    x: jax.Array, weight: QuantizedArray, slot: jax.Array, gradients: Format, dtype: np.dtype, keep_codes: bool
-) -> jax.Array:
-    del keep_codes  # nothing is saved without a backward pass
-    return _forward(x, weight, slot, gradients, dtype, False)[0]
-
-
-def _forward(
-    x: jax.Array, weight: QuantizedArray, slot: jax.Array, gradients: Format, dtype: np.dtype, keep_codes: bool
-):
-    del slot, gradients, dtype
-    now, kernel = refuse_second_derivative("linear_fp8", (x, weight))
-    amax = operand_amax(multi_amax([rows_of(now)]), FP8_E4M3)[0]
-    codes, kept = codes_of_input(now, amax, keep_codes)
-    y = fp8_product(codes, kernel, x.dtype, x.dtype)
-    return jnp.reshape(y, (*x.shape[:-1], y.shape[-1])), (x if kept is None else kept, weight, amax)
-
-
-def _backward(gradients: Format, dtype: np.dtype, keep_codes: bool, saved, gradient: jax.Array):
-    del keep_codes
-    x, weight, amax, gradient = refuse_second_derivative("linear_fp8", (*saved, gradient))
-    along_out, along_tokens = codes_of_gradient(gradient, gradients)
-    to_x = fp8_product(along_out, fp8_transposed(weight), gradient.dtype, gradient.dtype)
-    to_weight = fp8_product(along_tokens, codes_for_wgrad(x, amax), gradient.dtype, dtype)
-    return jnp.reshape(to_x, (*gradient.shape[:-1], to_x.shape[-1])), None, to_weight
-
-
-_linear.defvjp(_forward, _backward)
 
 
 def fp8_transposed(q: QuantizedArray) -> QuantizedArray:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Float
@@ -15,7 +17,9 @@ from .._implementation import Implementation
 from .._operand import quantizable, rows_of
 from .._order import Order, by_kernels, by_parts, in_whole_tiles
 from .._quantize import blocked_product, quantize_blocked, transposed
-from .._slot import SlottedWeight, refuse_second_derivative
+from .._save import save_for_backward
+from .._slot import SlottedWeight
+from ._products import Gradient, linear_rounded
 
 
 def linear_fp8_blocks(
@@ -51,52 +55,61 @@ def linear_fp8_blocks(
     Raises:
         NotImplementedError: as in `blocked_product`.
     """
-    codes, slot = weight if isinstance(weight, SlottedWeight) else (weight, weight)
-    if not isinstance(codes, QuantizedArray):
-        (codes,) = quantize_blocked(quantizable(lax.stop_gradient(codes)), FP8_BLOCKS, "row")
-    return _linear(x, codes, slot, order or Order((codes.shape[0],)), implementation, slot.dtype)
+    return linear_rounded(x, weight, TileProducts(order, implementation))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
-def _linear(
-    x: jax.Array,
-    weight: QuantizedArray,
-    slot: jax.Array,
-    order: Order,
-    implementation: Implementation | None,
-    dtype: np.dtype,
-) -> jax.Array:
-    return _forward(x, weight, slot, order, implementation, dtype)[0]
+@functools.partial(jax.tree_util.register_dataclass, data_fields=(), meta_fields=("order", "implementation"))
+@dataclasses.dataclass(frozen=True)
+class TileProducts:
+    """Rounds operands to E4M3 in blocks of 128; see `linear_fp8_blocks`.
 
+    Parts of a sequence have the codes of the whole if they consist of whole blocks of 128 tokens.
 
-def _forward(
-    x: jax.Array,
-    weight: QuantizedArray,
-    slot: jax.Array,
-    order: Order,
-    implementation: Implementation | None,
-    dtype: np.dtype,
-):
-    del dtype
-    now, kernels, _ = refuse_second_derivative("linear_fp8_blocks", (x, weight, slot))
-    (rows,) = quantize_blocked(rows_of(now), FP8_BLOCKS_1D, "row")
-    y = blocked_product(rows, in_whole_tiles(kernels, order), x.dtype, implementation)
-    y = by_parts(y, order)
-    return jnp.reshape(y, (*x.shape[:-1], y.shape[-1])), (x, weight)
+    Attributes:
+        order: the order of the rows of codes of several kernels; `None` if tiles begin at every 128th row.
+        implementation: as in `blocked_product`.
+    """
 
+    order: Order | None = None
+    implementation: Implementation | None = None
 
-def _backward(order: Order, implementation: Implementation | None, dtype: np.dtype, saved, gradient: jax.Array):
-    x, weight, gradient = refuse_second_derivative("linear_fp8_blocks", (*saved, gradient))
-    rows = rows_of(gradient)
-    if order.ranks == 1 and not order.cuts:
-        along_out, along_tokens = quantize_blocked(rows, FP8_BLOCKS_1D, "both")
-    else:
-        (along_out,) = quantize_blocked(by_kernels(rows, order), FP8_BLOCKS_1D, "row")
-        (along_tokens,) = quantize_blocked(rows, FP8_BLOCKS_1D, "column")
-    (x_tokens,) = quantize_blocked(rows_of(x), FP8_BLOCKS_1D, "column")
-    to_x = blocked_product(along_out, transposed(in_whole_tiles(weight, order)), x.dtype, implementation)
-    to_weight = blocked_product(along_tokens, x_tokens, dtype, implementation)
-    return jnp.reshape(to_x, x.shape), None, to_weight
+    @property
+    def name(self) -> str:
+        return "linear_fp8_blocks"
 
+    def weight_and_slot(self, weight: jax.Array | SlottedWeight) -> tuple[QuantizedArray, jax.Array]:
+        codes, slot = weight if isinstance(weight, SlottedWeight) else (weight, weight)
+        if not isinstance(codes, QuantizedArray):
+            (codes,) = quantize_blocked(quantizable(lax.stop_gradient(codes)), FP8_BLOCKS, "row")
+        return codes, slot
 
-_linear.defvjp(_forward, _backward)
+    def of_inputs(self, parts: Sequence[jax.Array], backward: bool) -> tuple[list[QuantizedArray], list[Any]]:
+        del backward
+        return [quantize_blocked(rows_of(x), FP8_BLOCKS_1D, "row")[0] for x in parts], list(parts)
+
+    def for_wgrad(self, saved: jax.Array) -> QuantizedArray:
+        return quantize_blocked(rows_of(saved), FP8_BLOCKS_1D, "column")[0]
+
+    def of_gradients(self, parts: Sequence[jax.Array]) -> list[Gradient]:
+        return [self._of_gradient(rows_of(part)) for part in parts]
+
+    def _of_gradient(self, rows: jax.Array) -> Gradient:
+        if (of_kernels := by_kernels(rows, self.order)) is rows:
+            along_out, along_tokens = quantize_blocked(rows, FP8_BLOCKS_1D, "both")
+        else:
+            (along_out,) = quantize_blocked(of_kernels, FP8_BLOCKS_1D, "row")
+            (along_tokens,) = quantize_blocked(rows, FP8_BLOCKS_1D, "column")
+        return along_out, along_tokens
+
+    def forward(self, weight: QuantizedArray, dtype: np.dtype) -> Callable[[QuantizedArray], jax.Array]:
+        tiles, order, how = in_whole_tiles(weight, self.order), self.order, self.implementation
+        # named, because policies that save matmuls do not know its kernel
+        return lambda codes: save_for_backward(by_parts(blocked_product(codes, tiles, dtype, how), order))
+
+    def dgrad(self, weight: QuantizedArray, dtype: np.dtype) -> Callable[[QuantizedArray], jax.Array]:
+        tiles, how = transposed(in_whole_tiles(weight, self.order)), self.implementation
+        return lambda codes: blocked_product(codes, tiles, dtype, how)
+
+    def wgrad(self, gradient: QuantizedArray, x: QuantizedArray, dtype: np.dtype, out: np.dtype) -> jax.Array:
+        del dtype
+        return blocked_product(gradient, x, out, self.implementation)
