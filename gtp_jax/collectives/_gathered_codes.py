@@ -150,9 +150,9 @@ def _of_all(own: QuantizedArray, batch: int, axis: str) -> QuantizedArray:
     dim = int(own.columns and own.format.transposed_columns)
 
     def gathered(a: jax.Array) -> jax.Array:
-        before, behind = a.shape[:dim], a.shape[dim + 1 :]
-        examples = jnp.reshape(a, (*before, batch, a.shape[dim] // batch, *behind))
-        return jnp.reshape(all_gather(examples, axis, dim=dim + 1), (*before, -1, *behind))
+        before, after = a.shape[:dim], a.shape[dim + 1 :]
+        examples = jnp.reshape(a, (*before, batch, a.shape[dim] // batch, *after))
+        return jnp.reshape(all_gather(examples, axis, dim=dim + 1), (*before, -1, *after))
 
     tokens, features = own.matrix
     codes, scales = gathered(own.codes), None if own.scales is None else gathered(own.scales)

@@ -59,7 +59,7 @@ class Operands:
         return self.activation.block is None or not self.activation.has_amax
 
     def blocks_divide(self, tokens: int) -> bool:
-        """Returns whether parts of a sequence, each of so many tokens and rounded by itself, have codes of the whole
-        sequence: if every block of tokens is in one part, and no amax or random number depends on other parts."""
+        """Returns whether a sequence has the same codes if each part of `tokens` tokens is rounded by itself: if every
+        block of tokens is in one part, and no amax or random number depends on other parts."""
         block = self.activation.block
         return block is not None and not (self.activation.has_amax or self.stochastic or tokens % block[1])

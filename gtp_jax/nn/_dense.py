@@ -62,8 +62,8 @@ class Dense(WeightOwner):
     is multiplied (`collectives.gather_linear`). Only reverse-mode differentiation is then supported. If a recipe
     multiplies in FP8, parts that are gathered are sent as codes. If it multiplies in a format with blocks, or with
     delayed scaling, the whole sequence is sent at once: as codes in blocks of 128 and in MXFP8, if a part consists of
-    whole blocks of tokens (`moves_as_codes`), else as values. An input of two dimensions, `(batch, in_features)`, has
-    no sequence to shard.
+    whole blocks of tokens (`moves_as_codes`), otherwise as values. An input of two dimensions, `(batch, in_features)`,
+    has no sequence to shard.
 
     Args:
         in_features: the size of the last dimension of the input.

@@ -103,7 +103,7 @@ class TileProducts:
 
     def forward(self, weight: QuantizedArray, dtype: np.dtype) -> Callable[[QuantizedArray], jax.Array]:
         tiles, order, how = in_whole_tiles(weight, self.order), self.order, self.implementation
-        # named, because policies that save matmuls do not know its kernel
+        # named, because the kernel is no `dot_general`, which policies save
         return lambda codes: save_for_backward(by_parts(blocked_product(codes, tiles, dtype, how), order))
 
     def dgrad(self, weight: QuantizedArray, dtype: np.dtype) -> Callable[[QuantizedArray], jax.Array]:
