@@ -11,7 +11,7 @@ from deviceless import add_target, compile_only, devices_of
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from timed import time_and_report
-from workload import COMMAND_BUFFERS, LEARNING_RATE, REDUCE_DTYPE, WEIGHT_DECAY, XLA_OPTIONS, parser, workload
+from workload import COMMAND_BUFFERS, LEARNING_RATE, REDUCE_DTYPE, SKIPS, WEIGHT_DECAY, XLA_OPTIONS, parser, workload
 
 import gtp_jax as gtp
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
@@ -42,6 +42,9 @@ def main() -> None:
         default="gtp_jax",
         help="XLA options of the step: those that gtp_jax sets, or XLA's defaults",
     )
+    flags.add_argument(
+        "--skip-nonfinite", choices=SKIPS, default="gradients", help="what must be finite, or the update is skipped"
+    )
     flags.add_argument("--trace", metavar="DIR", help="write a trace of one more step to this directory")
     add_target(flags)
     args = flags.parse_args()
@@ -64,6 +67,7 @@ def main() -> None:
             pregathered_layers=recipe.pregathered_layers,
             view="local",
             reduce_over_dp=execution.reduce_over_dp,
+            skip_nonfinite=SKIPS[args.skip_nonfinite],
             compiler_options=COMMAND_BUFFERS[args.command_buffers],
         )
         if args.xla_options == "default":

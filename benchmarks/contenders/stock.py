@@ -17,7 +17,7 @@ from deviceless import add_target, compile_only, devices_of
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from timed import time_and_report
-from workload import LEARNING_RATE, REDUCE_DTYPE, WEIGHT_DECAY, Workload, parser, workload
+from workload import LEARNING_RATE, REDUCE_DTYPE, SKIPS, WEIGHT_DECAY, Workload, parser, workload
 
 import gtp_jax as gtp
 from gtp_jax.chain import REMAT
@@ -102,6 +102,10 @@ def main() -> None:
     flags.add_argument(
         "--joined", action="store_true", help="one matrix for query, key and value, and one for gate and up"
     )
+    flags.add_argument("--offload", choices=("optimizer", "masters"), help="what of the state is kept on the host")
+    flags.add_argument(
+        "--skip-nonfinite", choices=SKIPS, default="gradients", help="what must be finite, or the update is skipped"
+    )
     flags.add_argument("--trace", metavar="DIR", help="write a trace of one more step to this directory")
     add_target(flags)
     args = flags.parse_args()
@@ -115,7 +119,14 @@ def main() -> None:
         mesh: Any = jax.sharding.get_mesh()
         optimizer = optax.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY)
         recipe = RECIPES[args.recipe]() if args.recipe else None
-        step = gtp.train_step(loss, optimizer, microbatches=work.microbatches, recipe=recipe, view=args.view)
+        step = gtp.train_step(
+            loss,
+            optimizer,
+            microbatches=work.microbatches,
+            recipe=recipe,
+            view=args.view,
+            skip_nonfinite=SKIPS[args.skip_nonfinite],
+        )
 
         def sharded(rngs: nnx.Rngs) -> Llama:
             return gtp.shard(Llama(work, joined=args.joined, rngs=rngs), "layers.*", remat=args.remat)
@@ -123,10 +134,10 @@ def main() -> None:
         placed = NamedSharding(mesh, PartitionSpec(tuple(mesh.axis_names)))
         if args.target:
             like: Any = jax.ShapeDtypeStruct((work.sequences, work.seq), jnp.int32, sharding=placed)
-            state = gtp.TrainState.create(abstract_model(sharded), optimizer)
+            state = gtp.TrainState.create(abstract_model(sharded), optimizer, offload=args.offload)
             lowered = step.lower(state, {"tokens": like, "targets": like})  # pyright: ignore[reportFunctionMemberAccess]
             return compile_only(lowered, args.target, parameters=_parameters(state))
-        state = gtp.TrainState.create(gtp.init(sharded, nnx.Rngs(0)), optimizer)
+        state = gtp.TrainState.create(gtp.init(sharded, nnx.Rngs(0)), optimizer, offload=args.offload)
         tokens = jax.random.randint(jax.random.key(1), (work.sequences, work.seq), 0, work.vocab_size)
         batch: Any = jax.device_put({"tokens": tokens, "targets": jnp.roll(tokens, -1, axis=1)}, placed)
         lowered = step.lower(state, batch)  # pyright: ignore[reportFunctionMemberAccess]

@@ -19,7 +19,7 @@
 #ifdef GTP_WITH_CUDA
 #define GTP_CUDA_TARGETS                                                                                             \
   GTP_TARGETS " gtp_take gtp_transpose gtp_quantize_runs gtp_blocked_product gtp_swiglu_amax gtp_swiglu_quantize"    \
-              " gtp_swiglu_quantize_gradient" GTP_HOPPER
+              " gtp_swiglu_quantize_gradient gtp_read gtp_arrive gtp_write gtp_leave" GTP_HOPPER
 #else
 #define GTP_CUDA_TARGETS
 #endif

@@ -1,8 +1,9 @@
 """The Python half of `ffi/`: calls of its C++ and CUDA handlers.
 
 The functions of `_calls` have the signatures of those in `gtp_jax.ops.reference`, and are equal to them bit for bit.
-Those of `_blocked_calls` and `_swiglu_calls` have references with other arguments, and those of `_grouped_calls` have
-none; all of these run on GPUs only. None of them checks its arguments: call them through `gtp_jax.ops`, which does.
+Those of `_blocked_calls` and `_swiglu_calls` have references with other arguments, and those of `_grouped_calls` and
+`_host_calls` have none; all of these run on GPUs only. None of them checks its arguments: call them through
+`gtp_jax.ops`, which does.
 """
 
 from ._blocked_calls import blocked_product as blocked_product
@@ -21,6 +22,10 @@ from ._grouped_calls import grouped_outer as grouped_outer
 from ._grouped_calls import grouped_product as grouped_product
 from ._grouped_calls import take as take
 from ._grouped_calls import transpose as transpose
+from ._host_calls import arrive as arrive
+from ._host_calls import leave as leave
+from ._host_calls import read as read
+from ._host_calls import write as write
 from ._library import REBUILD as REBUILD
 from ._library import code_for as code_for
 from ._library import cublaslt_version as cublaslt_version

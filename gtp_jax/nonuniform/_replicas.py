@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -84,7 +84,7 @@ class Replicas:
         optimizer: optax.GradientTransformation,
         *,
         max_grad_norm: float | None,
-        skip_nonfinite: bool,
+        skip_nonfinite: bool | Literal["loss"],
         options: Callable[[], dict[str, Any]],
     ) -> NonuniformStep | None:
         """Returns the step over these replicas, for `train_step`; `None` if the replicas are equal.

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.core
@@ -68,7 +68,7 @@ class NonuniformStep:
         max_grad_norm: float | None,
         replicas: ReplicaMeshes,
         *,
-        skip_nonfinite: bool,
+        skip_nonfinite: bool | Literal["loss"],
         options: Callable[[], dict[str, Any]],
     ) -> None:
         self._request, self._replicas, self._options = request, replicas, options

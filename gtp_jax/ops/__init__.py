@@ -27,6 +27,9 @@ from ._grouped import shares_of_places as shares_of_places
 from ._grouped import sum_of_places as sum_of_places
 from ._grouped import window_of as window_of
 from ._grouped import with_rows as with_rows
+from ._host_copies import HostCopies as HostCopies
+from ._host_copies import Leaving as Leaving
+from ._host_copies import Part as Part
 from ._ids import check_concrete_ids as check_concrete_ids
 from ._ids import check_ids as check_ids
 from ._ids import not_ids as not_ids

@@ -22,11 +22,12 @@ from jax.sharding import PartitionSpec
 from ..collectives import sum_over_replicas
 from ..experts import check_loss_reduction, routed_into
 from ..hook import quantized, recipe_of_step, with_made
-from ..mesh import degrees, on_device, use_roles, with_paths
+from ..mesh import Path, degrees, on_device, use_roles, with_paths
 from ..nn import groups_of, keys_of, shards_of, with_dropout, with_groups
 from ..weights import ModulePath, forget_after, prepare
 from ._batch import microbatches_of, shard_batch, split_microbatches
 from ._count import refuse_examples, refuse_metric
+from ._known_at import Piece, pieces_of_all
 from ._loss import Returned, evaluate, mean, wide
 from ._microbatch_keys import keys_of_microbatch
 from ._microbatches import as_stored, over_microbatches
@@ -37,6 +38,7 @@ from ._rows import check_arrays, check_filled, check_parts, check_rows
 from ._scaling import amaxes_in_use, over_ranks, scaling_of, slots_of
 from ._state import TrainState, constrained
 from ._state_form import check_form_kept
+from ._streamed import streams
 from ._uncast import uncast
 from ._writes import without_writes
 from ._zero import placeholders, sum_shards
@@ -59,6 +61,8 @@ class Computed(NamedTuple):
         aux: the `aux` of the loss function; `()` if there is none.
         amaxes: for each module with delayed scaling, by path: the amaxes of its input and of the gradient of its
             output, `(*layers, 2)`. Empty if only the loss was computed.
+        pieces: for each parameter, by path: the pieces of its gradient, and when backward knows each. Empty if no part
+            of the state is on the host; and if there are several microbatches, because then all are known at the end.
     """
 
     total: jax.Array
@@ -67,6 +71,7 @@ class Computed(NamedTuple):
     model_state: Tree
     aux: Tree
     amaxes: Mapping[ModulePath, jax.Array] = {}
+    pieces: Mapping[Path, tuple[Piece, ...]] = {}
 
 
 def in_dtypes_of(params: Tree, gradients: Tree) -> Tree:
@@ -94,11 +99,12 @@ def gradients(request: Request, state: TrainState, batch: Tree) -> Computed:
             result.
     """
     check_filled(batch)
+    away = streams(state.params, state.opt_state)
     state = _arrived(state)
     _check_parameters_have_gradients(state)
     _check_recipe_pregathers(request)
     with recipe_of_step(request.recipe):
-        return (_on_global_arrays if request.view == "global" else _on_each_rank)(request, state, batch)
+        return (_on_global_arrays if request.view == "global" else _on_each_rank)(request, state, batch, away)
 
 
 def losses(request: Request, state: TrainState, batch: Tree) -> Computed:
@@ -153,10 +159,12 @@ def _losses(request: Request, state: TrainState, batch: Tree) -> Computed:
     return Computed(total, tokens, (), (), ())
 
 
-def _on_global_arrays(request: Request, state: TrainState, batch: Tree) -> Computed:
-    """Differentiates the loss of global arrays, on which the model and the loss mean the same as without a mesh."""
+def _on_global_arrays(request: Request, state: TrainState, batch: Tree, away: bool) -> Computed:
+    """Differentiates the loss of global arrays, on which the model and the loss mean the same as without a mesh. `away`
+    says whether a part of the state is on the host."""
     model_def, count = state.model_def, request.microbatches
     routed: list[tuple[int, int]] = []
+    pieces: dict[Path, tuple[Piece, ...]] = {}
     model_def.check_mesh()
     with use_roles(model_def.roles), routed_into(routed):
         model_of = _model_of(request, state)
@@ -187,13 +195,15 @@ def _on_global_arrays(request: Request, state: TrainState, batch: Tree) -> Compu
                 return found, (returned, amaxes)
 
             def examine(closed: Any, inputs: Tree, outputs: Tree) -> None:
-                (params, _, before, _), (_, ((_, (number, after, _)), _)) = inputs, outputs
+                (params, _, before, _), (found, ((_, (number, after, _)), _)) = inputs, outputs
+                if away:
+                    pieces.update(pieces_of_all(closed, found))
                 check_count(closed, number, params, (before, after))
 
             found, ((total, (tokens, after, aux)), amaxes) = uncast(whole, examine)(
                 state.params, slots, state.model_state, sharded
             )
-            return Computed(total, tokens, found, after, aux, over_ranks(amaxes))
+            return Computed(total, tokens, found, after, aux, over_ranks(amaxes), pieces)
 
         check_arrays(batch)
         check_rows(batch)
@@ -228,12 +238,14 @@ def _on_global_arrays(request: Request, state: TrainState, batch: Tree) -> Compu
     return Computed(total, tokens, found, after, aux, amaxes)
 
 
-def _on_each_rank(request: Request, state: TrainState, batch: Tree) -> Computed:
+def _on_each_rank(request: Request, state: TrainState, batch: Tree, away: bool) -> Computed:
     """Differentiates the sum of all ranks' losses in one `shard_map`. Each rank computes the loss of its own part of
-    the batch. Without a mesh, there is one part and no `shard_map`."""
+    the batch. Without a mesh, there is one part and no `shard_map`. `away` says whether a part of the state is on the
+    host."""
     model_def, microbatches = state.model_def, request.microbatches
     last = request.reduce_over_dp == "last" and microbatches > 1
     routed: list[tuple[int, int]] = []
+    pieces: dict[Path, tuple[Piece, ...]] = {}
 
     def local(params: Tree, frozen: Tree, scaling: Tree, batch: Tree, step: jax.Array):
         own = dataclasses.replace(state, params=params, frozen=frozen, scaling=scaling, step=step)
@@ -267,14 +279,16 @@ def _on_each_rank(request: Request, state: TrainState, batch: Tree) -> Computed:
         return found, (*over_all_ranks((total, tokens)), over_ranks(amaxes))
 
     def examine(closed: Any, inputs: Tree, outputs: Tree) -> None:
-        (params, *_), (_, (_, number, _)) = inputs, outputs
+        (params, *_), (found, (_, number, _)) = inputs, outputs
+        if away:
+            pieces.update(pieces_of_all(closed, found))
         refuse_metric(closed, number, params, ({}, {}))
         refuse_examples(closed, number, routed, degrees(jax.sharding.get_abstract_mesh().axis_names))
 
     on_mesh = over_mesh(uncast(local, examine), request.loss, state, microbatches, (model_def.specs, PartitionSpec()))
     with routed_into(routed):
         found, (total, tokens, amaxes) = on_mesh(batch)
-    return Computed(total, tokens, found, {}, (), amaxes)
+    return Computed(total, tokens, found, {}, (), amaxes, pieces)
 
 
 def _called(request: Request, make: Callable[[], Any], batch: Tree) -> tuple[Any, Returned]:

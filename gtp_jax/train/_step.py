@@ -43,7 +43,7 @@ class BringsStep(Protocol):
         optimizer: optax.GradientTransformation,
         *,
         max_grad_norm: float | None,
-        skip_nonfinite: bool,
+        skip_nonfinite: bool | Literal["loss"],
         options: Callable[[], dict[str, Any]],
     ) -> Callable[..., tuple[TrainState, dict[str, Any]]] | None:
         """Returns the step over these devices, or `None` if the usual step can run on them as a single mesh.
@@ -68,7 +68,7 @@ def train_step(
     has_aux: bool = False,
     microbatches: int = 1,
     max_grad_norm: float | None = None,
-    skip_nonfinite: bool = True,
+    skip_nonfinite: bool | Literal["loss"] = True,
     recipe: Recipe | Phases | None = None,
     pregathered_layers: int | Literal["all"] = 0,
     reduce_over_dp: ReduceOverDp = "each",
@@ -117,7 +117,9 @@ def train_step(
         max_grad_norm: the global L2 norm to which larger gradients are scaled down; `None` for no limit.
         skip_nonfinite: whether to skip an update if its loss or the global L2 norm of its gradients is not finite,
             including a norm that overflows. Use `False` for an optimizer that must see such gradients, such as one that
-            scales the loss.
+            scales the loss. `"loss"` checks the loss only, which is known before backward: then updates of a state on
+            the host (`offload`) need not wait for all gradients, and run under backward. A gradient that is not finite,
+            although the loss is, reaches the state.
         recipe: what is quantized, such as `gtp_jax.NVFP4()`. By default, the recipe that is in scope (`use_recipe`)
             when the step is called; the one in scope when the step is made does not matter. One step may be called
             under several recipes; it is compiled for each with that recipe's XLA options. `gtp_jax.recipes.Phases`
@@ -177,6 +179,11 @@ def train_step(
     if max_grad_norm is not None and not (_is_number(max_grad_norm) and 0 < max_grad_norm < math.inf):
         raise ValueError(
             f"`max_grad_norm` is {brief(max_grad_norm)}; it must be a finite number above 0, or `None` for no limit."
+        )
+    if not (isinstance(skip_nonfinite, bool) or (isinstance(skip_nonfinite, str) and skip_nonfinite == "loss")):
+        raise ValueError(
+            f"`skip_nonfinite` is {brief(skip_nonfinite)}; it must be `True`, which checks the loss and all gradients, "
+            "'loss', which checks only the loss, or `False`."
         )
     if replicas is not None and isinstance(recipe, Phases):
         raise ValueError(

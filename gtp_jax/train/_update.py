@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +43,7 @@ def updated(
     optimizer: optax.GradientTransformation,
     *,
     max_grad_norm: float | None,
-    skip_nonfinite: bool,
+    skip_nonfinite: bool | Literal["loss"],
     skip: jax.Array | None = None,
     recipe: Recipe | None = None,
     compute: Callable[[Tree], Computed] | None = None,
@@ -62,7 +62,8 @@ def updated(
         computed: the loss and the gradients of the batch.
         optimizer: any optax optimizer.
         max_grad_norm: the global L2 norm to which larger gradients are scaled down; `None` for no limit.
-        skip_nonfinite: whether to return the old state if the loss or the norm is not finite.
+        skip_nonfinite: whether to return the old state if the loss or the norm is not finite; `"loss"`: if the loss is
+            not finite.
         skip: a bool scalar. If it is true, the old state is returned in any case. `None` has the effect of false.
         recipe: the recipe with which `computed` was computed.
         compute: a function that returns the loss and the gradients of the batch at other parameters, for an optimizer
@@ -83,7 +84,8 @@ def updated(
     rules = state.model_def.update_rules
     ruled = {path: mean(g, computed.tokens) for path, g in with_paths(computed.gradients) if path in rules}
     norm = stamped(optax.tree.norm(_means(state.params, computed, rules)), "in the update")
-    finite = jnp.isfinite(mean(computed.total, computed.tokens)) & jnp.isfinite(norm)
+    finite = jnp.isfinite(mean(computed.total, computed.tokens))
+    finite = finite if skip_nonfinite == "loss" else finite & jnp.isfinite(norm)
     skipped = ~finite if skip_nonfinite else jnp.zeros((), jnp.bool)
     skipped = skipped if skip is None else skipped | skip
     specs = state_specs(state.model_def, optimizer, device_shapes(state.params), state.scaling)
@@ -105,6 +107,7 @@ def updated(
         moved = {path: rules[path].moved(leaf, ruled[path]) for path, leaf in with_paths(params) if path in rules}
         return after, _with(optax.apply_updates(params, updates), moved)
 
+    branches = skip_nonfinite or skip is not None
     away = streams(state.params, state.opt_state)
 
     def apply() -> TrainState:
@@ -114,7 +117,9 @@ def updated(
         scalars = computed.tokens, scale, mean(computed.total, computed.tokens), ruled
         given = computed.gradients, state.opt_state, state.params, scalars
         if away:
-            opt_state, params = streamed(update, *given, state.model_def.specs)
+            keep = skipped if branches else None
+            waits = skip_nonfinite is True or max_grad_norm is not None
+            opt_state, params = streamed(update, *given, state.model_def.specs, computed.pieces, keep, waits=waits)
         else:
             opt_state, params = update(*given)
         scaling = updated_scaling(state.scaling, model, recipe, amaxes)
@@ -122,15 +127,16 @@ def updated(
         after = TrainState(params, opt_state, state.step + 1, state.model_def, *own)
         return constrained(after, specs)
 
-    branches = skip_nonfinite or skip is not None
     if branches or not jax.sharding.get_abstract_mesh().empty:
         check_form_kept(state.model_state, computed.model_state)
     # A branch lets XLA update in place. Selecting between old and new arrays took 6 to 18 % more temporary memory.
     if not branches:
         after = apply()
     elif away:
-        # In the other order, XLA (0.11, 0.12) would copy the arrays on the host in the branch that keeps the state.
-        after = lax.cond(~skipped, apply, lambda: state)
+        after = apply()
+        others = lambda one: (one.step, one.model_state, one.scaling)  # noqa: E731
+        step, *more = lax.cond(skipped, lambda: others(state), lambda: others(after))
+        after = TrainState(after.params, after.opt_state, step, state.model_def, more[0], state.frozen, more[1])
     else:
         after = lax.cond(skipped, lambda: state, apply)
     metrics = {"grad_norm": norm, "skipped": skipped, **_metrics(rules, ruled)}

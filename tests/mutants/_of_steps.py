@@ -93,9 +93,15 @@ MUTANTS = (
     ),
     Mutant(
         "a NaN gradient is applied if the loss is finite",
-        "finite = jnp.isfinite(mean(computed.total, computed.tokens)) & jnp.isfinite(norm)",
-        "finite = jnp.isfinite(mean(computed.total, computed.tokens))",
+        'finite if skip_nonfinite == "loss" else finite & jnp.isfinite(norm)',
+        "finite",
         ("tests/train/test_nonfinite_step.py::test_a_flagged_step_changes_nothing_and_the_next_goes_on_from_there",),
+    ),
+    Mutant(
+        "a skipped step updates what is on the host",
+        "[lax.select(skipped, *pair) for pair in zip(given[1:], after, strict=True)]",
+        "[new for _, new in zip(given[1:], after, strict=True)]",
+        ("tests/train/test_offload.py::test_steps_with_the_state_on_the_host_equal_steps_without_up_to_fusion",),
     ),
     Mutant(
         "amaxes of delayed scaling are those of the last microbatch",

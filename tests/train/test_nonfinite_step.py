@@ -93,17 +93,31 @@ def test_on_one_device_a_finite_step_is_bit_for_bit_the_step_without_a_branch():
     optimizer, batch, found = optax.adamw(1e-2), make_batch(), []
     with jax.set_mesh(gtp.make_mesh(devices=jax.devices()[:1])):
         first = gtp.TrainState.create(gtp.init(Model, nnx.Rngs(0)), optimizer)
-        for skip_nonfinite in (True, False):
+        for skip_nonfinite in (True, "loss", False):
             step = gtp.train_step(loss, optimizer, max_grad_norm=1.0, skip_nonfinite=skip_nonfinite)
             state = copied(first)
             for _ in range(3):
                 state, _ = step(state, batch)
             found.append(state)
-        assert_equal(found[0], host(found[1]))
+            if skip_nonfinite == "loss":
+                kept, metrics = step(copied(state), make_batch(1))
+                assert metrics["skipped"]
+                assert_equal(kept, host(state))
+                _, metrics = step(kept, make_batch(2))  # whose loss is finite
+                assert not metrics["skipped"] and not np.isfinite(metrics["grad_norm"])
+        for other in found[1:]:
+            assert_equal(found[0], host(other))
         state, metrics = step(state, make_batch(2))  # which applies whatever it is
     assert not metrics["skipped"] and np.isnan(np.asarray(state.params["dense"]["kernel"])).any()
     with pytest.raises(FloatingPointError, match=naming("norm nan")):
         gtp.train.check_finite(metrics)
+
+
+def test_an_unknown_check_is_refused():
+    with pytest.raises(
+        ValueError, match="`skip_nonfinite` is 'gradients'; it must be `True`, .* 'loss', .* or `False`"
+    ):
+        gtp.train_step(loss, optax.adamw(1e-2), skip_nonfinite="gradients")  # pyright: ignore[reportArgumentType]
 
 
 def dense(rngs):

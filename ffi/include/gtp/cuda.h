@@ -32,6 +32,12 @@ const char* stamp(const int32_t* id, int32_t* result, uint64_t* stamps, Stream s
 // Lets all GPUs of the process write to this memory of the host. `device` is one of them.
 const char* share_with_devices(void* memory, int64_t bytes, int32_t device);
 
+// Starts a copy between a device and pinned memory of its host, after all that `stream` has been given.
+const char* start_copy(void* to, const void* from, int64_t bytes, bool to_host, Stream stream);
+
+// Lets `stream` wait for the copy to an address.
+const char* wait_for_copy(const void* to, Stream stream);
+
 // Returns the version of the cuBLASLt that `blocked_matmul` calls, such as 120900 for CUDA 12.9; 0 if there is none.
 size_t cublaslt_version();
 
