@@ -1,10 +1,14 @@
 """Updates a state whose arrays are in the memory of the host, one part at a time.
 
 [Note: streamed updates] A part of every array of a parameter moves to the device, is updated, and moves back. While it
-is updated, the next part arrives and the one before it leaves, so the device holds three. The parts come in the order
-in which backward computes their gradients. So an update that depends on its own gradient only, runs under the rest of
-backward: XLA puts it after the gradient, because the gradient's memory is then free. An update that depends on all
-gradients, by their norm, runs after backward.
+is updated, the next parts arrive and those before it leave. The parts come in the order in which backward computes
+their gradients. So an update that depends on its own gradient only may run under the rest of backward, if XLA schedules
+it there. An update that depends on all gradients, by their norm, runs after backward.
+
+[Note: copies that XLA does not know] XLA must not reuse, copy or hand on a buffer while a copy runs. What arrives is
+given to `arrive`, which XLA keeps, and all that reads a buffer in between (the `after` of other calls) comes before its
+`arrive` or `leave` by data. Otherwise XLA would insert a copy of the buffer; the handlers would then find no copy to
+its address, and end the program with an error. An array on the host is read only after `leave` has returned it.
 """
 
 from __future__ import annotations
