@@ -8,7 +8,6 @@ rounded, if no block of tokens is in two parts (`Operands.blocks_divide`). Sums 
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -20,6 +19,7 @@ from ..formats import QuantizedArray
 from ..mesh import degree
 from ..ops import Products, SlottedWeight, refuse_second_derivative, under
 from ._over_gloo import all_gather
+from ._rounded_rule import rounded_rule
 from ._sequence import reduce_scatter_sequence
 from ._turns import at_once
 
@@ -44,14 +44,6 @@ def gather_linear_blocks(
     return _gathered_linear(x, operand, slot, products, axis, slot.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _gathered_linear(
-    x: jax.Array, weight: Any, slot: jax.Array, products: Products, axis: str, dtype: np.dtype
-) -> jax.Array:
-    del dtype
-    return _gathered_product(x, weight, slot, products, axis, backward=False)[0]
-
-
 def _gathered_product(
     x: jax.Array, weight: Any, slot: jax.Array, products: Products, axis: str, *, backward: bool
 ) -> tuple[jax.Array, Any]:
@@ -60,14 +52,6 @@ def _gathered_product(
     y = products.forward(kernel, x.dtype)(_of_all(own, len(x), axis))
     batch, part, *inner = x.shape[:-1]
     return under((batch, part * degree(axis), *inner), y), saved
-
-
-def _gathered_linear_forward(
-    x: jax.Array, weight: Any, slot: jax.Array, products: Products, axis: str, dtype: np.dtype
-):
-    del dtype
-    y, saved = _gathered_product(x, weight, slot, products, axis, backward=True)
-    return y, (saved, weight, products)
 
 
 def _gathered_linear_backward(axis: str, dtype: np.dtype, residuals, gradient: jax.Array):
@@ -82,7 +66,7 @@ def _gathered_linear_backward(axis: str, dtype: np.dtype, residuals, gradient: j
     return reduce_scatter_sequence(to_x, axis, sequence_parallel=True), None, to_weight, None
 
 
-_gathered_linear.defvjp(_gathered_linear_forward, _gathered_linear_backward)
+_gathered_linear = rounded_rule(_gathered_product, _gathered_linear_backward)
 
 
 def linear_scatter_blocks(
@@ -107,14 +91,6 @@ def linear_scatter_blocks(
     return _linear_scattered(x, operand, slot, products, axis, slot.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _linear_scattered(
-    x: jax.Array, weight: Any, slot: jax.Array, products: Products, axis: str, dtype: np.dtype
-) -> jax.Array:
-    del dtype
-    return _scattered_product(x, weight, slot, products, axis, backward=False)[0]
-
-
 def _scattered_product(
     x: jax.Array, weight: Any, slot: jax.Array, products: Products, axis: str, *, backward: bool
 ) -> tuple[jax.Array, Any]:
@@ -122,14 +98,6 @@ def _scattered_product(
     (codes,), (saved,) = products.of_inputs([now], backward)
     y = under(x.shape[:-1], products.forward(kernel, x.dtype)(codes))
     return reduce_scatter_sequence(y, axis, sequence_parallel=True), saved
-
-
-def _linear_scattered_forward(
-    x: jax.Array, weight: Any, slot: jax.Array, products: Products, axis: str, dtype: np.dtype
-):
-    del dtype
-    y, saved = _scattered_product(x, weight, slot, products, axis, backward=True)
-    return y, (saved, weight, products)
 
 
 def _linear_scattered_backward(axis: str, dtype: np.dtype, residuals, gradient: jax.Array):
@@ -142,7 +110,7 @@ def _linear_scattered_backward(axis: str, dtype: np.dtype, residuals, gradient: 
     return to_x, None, to_weight, None
 
 
-_linear_scattered.defvjp(_linear_scattered_forward, _linear_scattered_backward)
+_linear_scattered = rounded_rule(_scattered_product, _linear_scattered_backward)
 
 
 def _of_all(own: QuantizedArray, batch: int, axis: str) -> QuantizedArray:

@@ -8,7 +8,6 @@ sum of rounded sums would be rounded again at each rank. Called inside a `shard_
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -18,6 +17,7 @@ from jaxtyping import Float
 from ..formats import QuantizedArray
 from ..ops import Fp8Products, SlottedWeight, as_one, refuse_second_derivative, under
 from ._ring import Parts, sum_of_terms, term_dtype, while_gathered, while_scattered
+from ._rounded_rule import rounded_rule
 
 
 def gather_linear_fp8(
@@ -41,14 +41,6 @@ def gather_linear_fp8(
     return _gather_linear(x, operand, slot, products, axis, slot.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _gather_linear(
-    x: jax.Array, weight: Any, slot: jax.Array, products: Fp8Products, axis: str, dtype: np.dtype
-) -> Parts:
-    del dtype
-    return _gathered_product(x, weight, slot, products, axis, backward=False)[0]
-
-
 def _gathered_product(
     x: jax.Array, weight: Any, slot: jax.Array, products: Fp8Products, axis: str, *, backward: bool
 ) -> tuple[Parts, Any]:
@@ -63,14 +55,6 @@ def _gathered_product(
     return as_one(multiplied, products, own, kernel), saved
 
 
-def _gather_linear_forward(
-    x: jax.Array, weight: Any, slot: jax.Array, products: Fp8Products, axis: str, dtype: np.dtype
-):
-    del dtype
-    parts, saved = _gathered_product(x, weight, slot, products, axis, backward=True)
-    return parts, (saved, weight, products)
-
-
 def _gather_linear_backward(axis: str, dtype: np.dtype, residuals, incoming: Parts):
     saved, weight, products = residuals
     saved, weight, incoming = refuse_second_derivative(products.name, (saved, weight, incoming))
@@ -81,7 +65,7 @@ def _gather_linear_backward(axis: str, dtype: np.dtype, residuals, incoming: Par
     return under(lead, to_x), None, sum_of_terms(terms, dtype), None
 
 
-_gather_linear.defvjp(_gather_linear_forward, _gather_linear_backward)
+_gather_linear = rounded_rule(_gathered_product, _gather_linear_backward)
 
 
 def linear_scatter_fp8(
@@ -105,14 +89,6 @@ def linear_scatter_fp8(
     return _linear_scatter(parts, operand, slot, products, axis, slot.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _linear_scatter(
-    parts: Parts, weight: Any, slot: jax.Array, products: Fp8Products, axis: str, dtype: np.dtype
-) -> jax.Array:
-    del dtype
-    return _scattered_product(parts, weight, slot, products, axis, backward=False)[0]
-
-
 def _scattered_product(
     parts: Parts, weight: Any, slot: jax.Array, products: Fp8Products, axis: str, *, backward: bool
 ) -> tuple[jax.Array, Any]:
@@ -124,14 +100,6 @@ def _scattered_product(
         return under(lead, while_scattered(codes, products.forward(kernel, values), axis))
 
     return as_one(multiplied, products, codes, kernel), saved
-
-
-def _linear_scatter_forward(
-    parts: Parts, weight: Any, slot: jax.Array, products: Fp8Products, axis: str, dtype: np.dtype
-):
-    del dtype
-    y, saved = _scattered_product(parts, weight, slot, products, axis, backward=True)
-    return y, (saved, weight, products)
 
 
 def _linear_scatter_backward(axis: str, dtype: np.dtype, residuals, incoming: jax.Array):
@@ -149,4 +117,4 @@ def _linear_scatter_backward(axis: str, dtype: np.dtype, residuals, incoming: ja
     return to_parts, None, sum_of_terms(terms, dtype), None
 
 
-_linear_scatter.defvjp(_linear_scatter_forward, _linear_scatter_backward)
+_linear_scatter = rounded_rule(_scattered_product, _linear_scatter_backward)
