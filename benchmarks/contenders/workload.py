@@ -28,7 +28,7 @@ COMMAND_BUFFERS = {
     "on": {"xla_gpu_enable_command_buffer": _EVERY_COMMAND},
 }
 
-# What a step of gtp_jax checks before it updates the state, and the `skip_nonfinite` that does so.
+# The values that a step of gtp_jax checks before its update, and the `skip_nonfinite` for each.
 SKIPS: dict[str, Any] = {"gradients": True, "loss": "loss", "nothing": False}
 
 # The XLA options of a step of gtp_jax: those of `train_step`, or the defaults, as with a plain `jax.jit`.

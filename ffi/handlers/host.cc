@@ -8,7 +8,9 @@ namespace gtp {
 namespace {
 
 ffi::Error check_part(const char* name, const ffi::AnyBuffer& part, const ffi::AnyBuffer& whole, int64_t offset) {
-  if (part.element_type() != whole.element_type()) return invalid(std::string(name) + " has another dtype than the array");
+  if (part.element_type() != whole.element_type()) {
+    return invalid(std::string(name) + " has another dtype than the array");
+  }
   if (offset < 0 || offset + static_cast<int64_t>(part.size_bytes()) > static_cast<int64_t>(whole.size_bytes())) {
     return invalid(std::string(name) + " is not a part of the array");
   }
@@ -24,14 +26,15 @@ ffi::Error read_cuda(cuda::Stream stream, int64_t offset, ffi::AnyBuffer array, 
 }
 
 // part: what a read has started to write; it is the result too.
-ffi::Error arrive_cuda(cuda::Stream stream, ffi::AnyBuffer part, ffi::RemainingArgs, ffi::Result<ffi::AnyBuffer> result) {
+ffi::Error arrive_cuda(cuda::Stream stream, ffi::AnyBuffer part, ffi::RemainingArgs,
+                       ffi::Result<ffi::AnyBuffer> result) {
   if (part.untyped_data() != result->untyped_data()) return invalid("the result must be the buffer of the argument");
   return Cuda::run(stream, &cuda::wait_for_copy, part.untyped_data());
 }
 
 // array: on the host; it is the result too. part: replaces the bytes from `offset` on.
 ffi::Error write_cuda(cuda::Stream stream, int64_t offset, ffi::AnyBuffer array, ffi::AnyBuffer part,
-                       ffi::Result<ffi::AnyBuffer> result) {
+                      ffi::Result<ffi::AnyBuffer> result) {
   GTP_CHECK(check_part("the argument", part, array, offset));
   if (array.untyped_data() != result->untyped_data()) return invalid("the result must be the buffer of the argument");
   char* to = static_cast<char*>(array.untyped_data()) + offset;
@@ -39,8 +42,8 @@ ffi::Error write_cuda(cuda::Stream stream, int64_t offset, ffi::AnyBuffer array,
 }
 
 // array: what a write returned; it is the result too. part: what the write was given.
-ffi::Error leave_cuda(cuda::Stream stream, int64_t offset, ffi::AnyBuffer array, ffi::AnyBuffer part, ffi::RemainingArgs,
-                      ffi::Result<ffi::AnyBuffer> result) {
+ffi::Error leave_cuda(cuda::Stream stream, int64_t offset, ffi::AnyBuffer array, ffi::AnyBuffer part,
+                      ffi::RemainingArgs, ffi::Result<ffi::AnyBuffer> result) {
   GTP_CHECK(check_part("the argument", part, array, offset));
   if (array.untyped_data() != result->untyped_data()) return invalid("the result must be the buffer of the argument");
   return Cuda::run(stream, &cuda::wait_for_copy, static_cast<char*>(array.untyped_data()) + offset);

@@ -235,8 +235,8 @@ class _Scaled(NamedTuple):
         operands: the formats of its operands.
         layouts: the layouts of its kernels.
         layers: its number of layers; `None` outside a `Stack`.
-        sharded: of a weight that `gtp_jax.shard` has sharded, how it is quantized, and its stored array; see
-            `hook.delayed`. `None` for other modules.
+        sharded: the way in which a weight of `gtp_jax.shard` is quantized, and its stored array; see `hook.delayed`.
+            `None` for other modules.
     """
 
     operands: Operands

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 RETRY = 75
 HOUR_S = 3600
-# What is said about hosts or steps that are not well.
+# Words in messages about a host or a step that has trouble.
 TROUBLE = ("no sign of life", "cannot go on", "slow: ", "suspended", "gtp recorder: ")
 FLAGS = dict(gtp=2, dp=2, lr=1e-3, dtype="float32", save_every=2, eval_every=100_000)
 FLAGS |= dict(hidden_size=32, intermediate_size=64, num_heads=2, num_kv_heads=1)

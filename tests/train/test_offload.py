@@ -319,7 +319,7 @@ def test_compiled_for_an_h200_no_copy_is_left_unwaited_for():
     assert names["gtp_read"] == names["gtp_arrive"] and names["gtp_write"] == names["gtp_leave"] == 2 * 2 * 4
     by = {kind: {name for target, name, _ in calls if target == kind} for kind in names}
     for target, _, operands in calls:
-        if target == "gtp_arrive":  # and not of a copy of what has not arrived
+        if target == "gtp_arrive":  # of the buffer itself, not of a copy that was made too early
             assert operands[0] in by["gtp_read"]
         elif target != "gtp_leave":  # the second step reads what has left
             assert target == "gtp_write" or operands[0] not in by["gtp_write"]

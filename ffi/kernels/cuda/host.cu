@@ -1,6 +1,6 @@
-// Copies between the memory of a device and pinned memory of its host, on two streams beside that of the program: one
-// for each direction, because the link carries both at once. XLA knows nothing of them: a program starts a copy in one
-// call and waits for it in another, and in between keeps both buffers.
+// Copies between the memory of a device and pinned memory of its host, on two streams in addition to that of the
+// program: one for each direction, because the link carries both at once. The program starts a copy in one call and
+// waits for it in another, and in between keeps both buffers.
 #include <cuda_runtime.h>
 
 #include <cstdint>
