@@ -171,6 +171,7 @@ class Recorder:
             path,
             PLACES.digest(),
             self._stop.is_set(),
+            self.steps.compiles,
         )
 
     def _report(self) -> None:

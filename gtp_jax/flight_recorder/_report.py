@@ -26,6 +26,7 @@ class Report:
         stamps: the file of the stamps of all local devices, on the host; empty if there are none.
         places: a digest of the places of all programs of the process. Where it is the same, ids mean the same.
         closed: whether the process has closed its recorder, so that this is its last report.
+        compiles: whether the process traces or compiles the program of its last step.
     """
 
     process: int
@@ -39,6 +40,7 @@ class Report:
     stamps: str = ""
     places: str = ""
     closed: bool = False
+    compiles: bool = False
 
     @classmethod
     def of_json(cls, values: Mapping[str, Any]) -> Report:
@@ -85,6 +87,8 @@ def _culprits(reports: Sequence[Report], silent: Mapping[int, float], step: int)
     if found := [report for report in reports if not report.running]:
         each = [f"{_named([r])} has {'not begun' if r.step < step else 'ended'} step {step}" for r in found]
         return found, [f"{one}: its Python code is in {r.python}" for one, r in zip(each, found, strict=True)]
+    if (found := [report for report in reports if report.compiles]) and len(found) < len(reports):
+        return found, [f"{_named(found)} {'compile' if len(found) > 1 else 'compiles'} a program that others have"]
     if (others := _on_another_way(reports)) is not None:
         return others
     least, most = (pick(report.number for report in reports) for pick in (min, max))

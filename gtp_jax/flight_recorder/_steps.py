@@ -77,10 +77,19 @@ class Steps:
             if not self._flights:
                 return 0.0
             oldest = self._flights[0]
-            if oldest.result is None and is_traced(self._thread):
+            if self._compiles(oldest):
                 oldest.since = now
             oldest.since = min(now, max(oldest.since, self._ended) + suspended_s)
             return now - oldest.since
+
+    @property
+    def compiles(self) -> bool:
+        """Whether the program of the last step is traced or compiled."""
+        with self._lock:
+            return bool(self._flights) and self._compiles(self._flights[-1])
+
+    def _compiles(self, flight: _Flight) -> bool:
+        return flight.result is None and is_traced(self._thread)
 
     @property
     def in_flight(self) -> int:

@@ -2,6 +2,7 @@
 wait. The run goes on with it. One that skips a collective of the others, or leaves them, is named too."""
 
 import contextlib
+import os
 import re
 import signal
 import socket
@@ -65,6 +66,7 @@ def running(processes, meet, folder):
             stdout=outputs[i].open("w"),
             stderr=subprocess.STDOUT,
             cwd=Path(gtp_jax.__file__).parents[1],
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": str(i)},  # with GTP_TEST_PLATFORM=gpu, one each
         )
         for i in range(processes)
     ]

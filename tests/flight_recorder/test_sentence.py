@@ -67,6 +67,12 @@ def report(process, place=HERE, number=100, **changes):
             f"step 5 hangs: process 1 on a has closed its recorder after step 4; process 0 on a waits for it {HERE}",
         ),
         (
+            [report(0), report(1, "in the update", 80, compiles=True, over=False)],
+            {},
+            [],
+            f"step 5 hangs: process 1 on a compiles a program that others have; process 0 on a waits for it {HERE}",
+        ),
+        (
             [report(0), report(1)],
             {},
             [],
@@ -94,6 +100,7 @@ def report(process, place=HERE, number=100, **changes):
         "two programs",
         "ended",
         "closed",
+        "compiles",
         "all at one place",
         "missing",
         "no stamps",

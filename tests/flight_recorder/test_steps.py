@@ -49,12 +49,12 @@ def test_a_step_that_is_called_is_timed_but_not_while_it_is_compiled():
     @jax.jit
     def traced(x):
         now[0] = 50.0
-        seen.append(steps.look())
+        seen.append((steps.look(), steps.compiles))
         return x
 
     traced(jnp.ones(3))
     now[0] += 2.0
-    assert seen == [0.0] and steps.look() == 2.0
+    assert seen == [(0.0, True)] and steps.look() == 2.0 and not steps.compiles
     assert steps.python().startswith("test_a_step_that_is_called_is_timed_but_not_while_it_is_compiled (test_steps.py:")
 
 
