@@ -130,7 +130,7 @@ def test_updates_of_equal_gradients_are_the_same_bit_for_bit(monkeypatch, where)
     # XLA's CPU compiler rounds differently where it fuses differently.
     options = {"xla_disable_hlo_passes": "fusion"}
     monkeypatch.setattr("gtp_jax.train._streamed._BYTES_PER_PART", 20_000)
-    monkeypatch.setattr("gtp_jax.train._streamed._BYTES_IN_FLIGHT", 50_000)
+    monkeypatch.setattr("gtp_jax.train._moved._BYTES_IN_FLIGHT", 50_000)
     optimizer = optax.adamw(1e-2)
     with jax.set_mesh(gtp.make_mesh(dp=2, gtp=4)):
         found = []
@@ -345,9 +345,9 @@ def test_updates_run_under_backward_unless_they_wait_for_all_gradients():
 def test_parts_cover_an_array_once_and_keep_to_the_pieces_of_its_gradient(shape, sizes, most):
     shape[0] = sum(sizes)
     pieces = tuple(Piece(size, (-at,)) for at, size in enumerate(sizes))
-    group = _streamed._Streamed((0, 1), (0,), PartitionSpec(), tuple(shape), pieces)
+    group = _streamed._Group((), (0, 1), (0,), PartitionSpec(), tuple(shape))
     with mock.patch.object(_streamed, "_BYTES_PER_PART", most):
-        parts = group.parts(4)
+        parts = group.parts(pieces, 4)
     rows = [row for _, part in parts for row in range(part.first, part.first + part.rows)]
     assert rows == list(range(math.prod(shape[:-1])))
     per_index = math.prod(shape[1:-1])
