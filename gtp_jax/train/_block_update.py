@@ -137,6 +137,14 @@ def _owner(op: _Op, again: _Op, known: Mapping[int, Path]) -> Path | None:
     return next(iter(blocks - {_FREE}), _FREE)
 
 
+def applied(eqn: Any, operands: Iterable[Any]) -> list[Any]:
+    """Applies the operation of an equation to operands of the same forms."""
+    pairs = zip(eqn.invars, operands, strict=True)
+    given = {v: value for v, value in pairs if not isinstance(v, jax.extend.core.Literal)}
+    alone = _EMPTY.replace(invars=list(given), outvars=eqn.outvars, eqns=[eqn], effects=eqn.effects)
+    return eval_jaxpr(alone, [], *given.values())
+
+
 def needed(
     trace: Trace, outputs: Iterable[Any], within: Callable[[int], bool] = lambda _: True, *, effects: bool = False
 ) -> tuple[list[_Op], list[int]]:
@@ -170,11 +178,6 @@ def evaluated(ops: Iterable[_Op], known: dict[int, Any], outputs: Iterable[Any])
     for op in ops:
         eqn = op.eqn
         if eqn.effects or not all(number in known for number in op.results):
-            given = {
-                v: n.value if isinstance(n, _Constant) else known[n]
-                for v, n in zip(eqn.invars, op.operands, strict=True)
-                if not isinstance(v, jax.extend.core.Literal)
-            }
-            alone = _EMPTY.replace(invars=list(given), outvars=eqn.outvars, eqns=[eqn], effects=eqn.effects)
-            known |= zip(op.results, eval_jaxpr(alone, [], *given.values()), strict=True)
+            given = [n.value if isinstance(n, _Constant) else known[n] for n in op.operands]
+            known |= zip(op.results, applied(eqn, given), strict=True)
     return [n.value if isinstance(n, _Constant) else known[n] for n in outputs]

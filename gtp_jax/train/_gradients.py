@@ -27,6 +27,7 @@ from ..nn import groups_of, keys_of, shards_of, with_dropout, with_groups
 from ..weights import ModulePath, forget_after, prepare
 from ._batch import microbatches_of, shard_batch, split_microbatches
 from ._count import refuse_examples, refuse_metric
+from ._evaluation import Evaluation
 from ._known_at import Piece, pieces_of_all
 from ._loss import Returned, evaluate, mean, wide
 from ._microbatch_keys import keys_of_microbatch
@@ -39,7 +40,8 @@ from ._scaling import amaxes_in_use, over_ranks, scaling_of, slots_of
 from ._state import TrainState, constrained
 from ._state_form import check_form_kept
 from ._streamed import streams
-from ._uncast import uncast
+from ._uncast import trace_uncast, uncast
+from ._under_backward import UnderBackward
 from ._writes import without_writes
 from ._zero import placeholders, sum_shards
 
@@ -63,6 +65,7 @@ class Computed(NamedTuple):
             output, `(*layers, 2)`. Empty if only the loss was computed.
         pieces: for each parameter, by path: the pieces of its gradient, and when backward knows each. Empty if no part
             of the state is on the host; and if there are several microbatches, because then all are known at the end.
+        moved: the arrays that were updated under backward, of each parameter; see `UnderBackward`.
     """
 
     total: jax.Array
@@ -72,6 +75,7 @@ class Computed(NamedTuple):
     aux: Tree
     amaxes: Mapping[ModulePath, jax.Array] = {}
     pieces: Mapping[Path, tuple[Piece, ...]] = {}
+    moved: list[list[jax.Array]] | None = None
 
 
 def in_dtypes_of(params: Tree, gradients: Tree) -> Tree:
@@ -85,8 +89,14 @@ def mean_gradients(params: Tree, computed: Computed) -> Tree:
     return jax.tree.map(lambda g: mean(g, computed.tokens), wide)
 
 
-def gradients(request: Request, state: TrainState, batch: Tree) -> Computed:
+def gradients(request: Request, state: TrainState, batch: Tree, under: UnderBackward | None = None) -> Computed:
     """Returns the loss and the gradients of a batch, in the view of the request.
+
+    Args:
+        request: the request.
+        state: the state.
+        batch: the batch.
+        under: an update that is computed under backward; only in local view, with one microbatch.
 
     Raises:
         ValueError: if an array in the batch is empty; if the batch cannot be split as requested; if the model was built
@@ -104,7 +114,9 @@ def gradients(request: Request, state: TrainState, batch: Tree) -> Computed:
     _check_parameters_have_gradients(state)
     _check_recipe_pregathers(request)
     with recipe_of_step(request.recipe):
-        return (_on_global_arrays if request.view == "global" else _on_each_rank)(request, state, batch, away)
+        if request.view == "global":
+            return _on_global_arrays(request, state, batch, away)
+        return _on_each_rank(request, state, batch, away, under)
 
 
 def losses(request: Request, state: TrainState, batch: Tree) -> Computed:
@@ -144,7 +156,7 @@ def _losses(request: Request, state: TrainState, batch: Tree) -> Computed:
                 _refuse_metric(one, model_of, state.params, state.model_state)
         return Computed(returned.total, returned.tokens, (), (), returned.aux)
 
-    def local(params: Tree, frozen: Tree, scaling: Tree, batch: Tree, _: jax.Array) -> Tree:
+    def local(params: Tree, frozen: Tree, scaling: Tree, batch: Tree, *_: Any) -> Tree:
         model_of = _model_of(request, dataclasses.replace(state, params=params, frozen=frozen, scaling=scaling))
 
         @forget_after()
@@ -238,10 +250,12 @@ def _on_global_arrays(request: Request, state: TrainState, batch: Tree, away: bo
     return Computed(total, tokens, found, after, aux, amaxes)
 
 
-def _on_each_rank(request: Request, state: TrainState, batch: Tree, away: bool) -> Computed:
+def _on_each_rank(
+    request: Request, state: TrainState, batch: Tree, away: bool, under: UnderBackward | None
+) -> Computed:
     """Differentiates the sum of all ranks' losses in one `shard_map`. Each rank computes the loss of its own part of
     the batch. Without a mesh, there is one part and no `shard_map`. `away` says whether a part of the state is on the
-    host."""
+    host, and `under` is updated under backward."""
     model_def, microbatches = state.model_def, request.microbatches
     last = request.reduce_over_dp == "last" and microbatches > 1
     routed: list[tuple[int, int]] = []
@@ -285,10 +299,21 @@ def _on_each_rank(request: Request, state: TrainState, batch: Tree, away: bool) 
         refuse_metric(closed, number, params, ({}, {}))
         refuse_examples(closed, number, routed, degrees(jax.sharding.get_abstract_mesh().axis_names))
 
-    on_mesh = over_mesh(uncast(local, examine), request.loss, state, microbatches, (model_def.specs, PartitionSpec()))
+    def run(*args: Any) -> tuple[Tree, Tree, list[list[jax.Array]] | None]:
+        *own, inputs = args
+        if under is None:
+            return *uncast(local, examine)(*own), None
+        closed, shapes = trace_uncast(local, *own, examine=examine)
+        evaluation, structure = Evaluation(closed, jax.tree.leaves(own)), jax.tree.structure(shapes)
+        found, (total, tokens, _) = jax.tree.unflatten(structure, evaluation.outvars)
+        moved = under.run(evaluation, dict(with_paths(found)), total, tokens, inputs)
+        return *jax.tree.unflatten(structure, evaluation.results()), moved
+
+    more = ((), ()) if under is None else (under.inputs, under.specs)
+    out = (model_def.specs, PartitionSpec(), None if under is None else under.update.specs())
     with routed_into(routed):
-        found, (total, tokens, amaxes) = on_mesh(batch)
-    return Computed(total, tokens, found, {}, (), amaxes, pieces)
+        found, (total, tokens, amaxes), moved = over_mesh(run, request.loss, state, microbatches, out, more)(batch)
+    return Computed(total, tokens, found, {}, (), amaxes, pieces, moved)
 
 
 def _called(request: Request, make: Callable[[], Any], batch: Tree) -> tuple[Any, Returned]:

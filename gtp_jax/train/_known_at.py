@@ -15,7 +15,7 @@ Place = tuple[int, ...]
 # Operations that XLA moves or removes, so that they say nothing about when their operand is known. Result n of the
 # first ones is operand n with the same first dimension.
 _SAME_ROWS = ("convert_element_type", "layout_constraint", "optimization_barrier", "psum", "sharding_constraint")
-_MOVES = (*_SAME_ROWS, "broadcast_in_dim", "reshape", "slice", "split", "squeeze", "transpose")
+MOVES = (*_SAME_ROWS, "broadcast_in_dim", "reshape", "slice", "split", "squeeze", "transpose")
 
 
 class Piece(NamedTuple):
@@ -76,7 +76,7 @@ class _Places:
         own, same = _called(eqn), len(eqn.invars) == len(eqn.outvars)
         if own is not None:
             return (number, *self._at(own, own.outvars[eqn.outvars.index(out)]))
-        if eqn.primitive.name in _MOVES and eqn.invars:
+        if eqn.primitive.name in MOVES and eqn.invars:
             return self._at(jaxpr, eqn.invars[eqn.outvars.index(out) if same else 0])
         if eqn.primitive.name == "concatenate":
             return max(self._at(jaxpr, v) for v in eqn.invars)

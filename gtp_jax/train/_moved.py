@@ -3,13 +3,16 @@
 [Note: copies that XLA does not know] XLA must not reuse, copy or hand on a buffer while a copy runs. What arrives is
 given to `arrive`, which XLA keeps, and all that reads a buffer in between (the `after` of other calls) comes before its
 `arrive` or `leave` by data. Otherwise XLA would insert a copy of the buffer; the handlers would then find no copy to
-its address, and end the program with an error. An array on the host is read only after `leave` has returned it.
+its address, and end the program with an error. While parts of an array leave, other parts may be read and written;
+whatever else reads the array comes after all of them have left.
 """
 
 from __future__ import annotations
 
+import collections
 import itertools
 import math
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -20,7 +23,9 @@ from ..mesh import UPDATE_IN_BLOCKS, is_on_host
 from ..ops import HostCopies, Leaving, Part
 from ._known_at import Place
 
-_BYTES_IN_FLIGHT = 1 << 30  # that have begun to arrive before the part that is updated, and the same to leave
+# Bytes that have begun to arrive before the part that is updated, and the same to leave. They are at least as many as
+# the parts have whose gradients are known at once, such as those of a layer, which then move under the next layer.
+_BYTES_IN_FLIGHT = 1 << 30
 
 
 class Move(NamedTuple):
@@ -95,12 +100,14 @@ def moved(
     copies = HostCopies()
     current = [list(own) for own in arrays]
     on_host = [[n for n, array in enumerate(own) if is_on_host(array)] for own in current]
-    ends = [0, *itertools.accumulate(_bytes(move.part, current[move.number]) for move in moves)]
+    sizes = [_bytes(move.part, current[move.number]) for move in moves]
+    ends = [0, *itertools.accumulate(sizes)]
+    most = _in_flight(moves, sizes)
     reads: list[dict[int, jax.Array]] = []  # for each part that has begun to arrive, what arrives, by number
     leaving: dict[int, dict[int, Leaving]] = {}  # for each part that has begun to leave, by number of the array
     left: list[jax.Array] = []  # what comes after the last parts that have left
     updated: list[jax.Array] = []  # an array of the last part
-    written: list[jax.Array] = []  # what the last part has become, so that it comes before the next arrives
+    on_device: list[jax.Array] = []  # what of the last part stays on the device
 
     def leave(places: Iterable[int]) -> list[jax.Array]:
         gone = []
@@ -114,38 +121,49 @@ def moved(
     for place, (_, number, part) in enumerate(moves):
         begun = len(reads)
         with jax.named_scope(UPDATE_IN_BLOCKS):
-            left = leave([p for p in leaving if ends[place] - ends[p + 1] >= _BYTES_IN_FLIGHT]) or left
-            while len(reads) < len(moves) and (
-                len(reads) <= place or ends[len(reads)] - ends[place + 1] < _BYTES_IN_FLIGHT
-            ):
+            left = leave([p for p in leaving if ends[place] - ends[p + 1] >= most]) or left
+            while len(reads) < len(moves) and (len(reads) <= place or ends[len(reads)] - ends[place + 1] < most):
                 _, of_next, next_part = moves[len(reads)]
                 coming = {n: current[of_next][n] for n in on_host[of_next] if n in reading[of_next]}
                 reads.append({n: copies.read(array, next_part, left) for n, array in coming.items()})
         gradient, known = gradients.of(moves, place)
         with jax.named_scope(UPDATE_IN_BLOCKS):
             next_reads = [read for more in reads[max(begun, place + 1) :] for read in more.values()]
-            after = [*known, *next_reads, *written]
+            # The last part comes before the next arrives: its arrays as they are now, after any `leave` since.
+            last = moves[place - 1].number if place else number
+            written = [current[last][n] for n in on_host[last] if place]
+            after = [*known, *next_reads, *written, *on_device]
             own = [None if n in on_host[number] else part.of(array) for n, array in enumerate(current[number])]
             for n, read in reads[place].items():
                 own[n] = copies.arrive(read, after)
             results = new(number, part, [lax.optimization_barrier(gradient), *own])
             results = gradients.updated(moves, place, results)
-            updated, written = results[:1], []
-            # The part before of the same arrays leaves first.
-            leave([p for p in leaving if moves[p].number == number])
+            updated, on_device = results[:1], []
             leaving[place] = {}
             for n, result in enumerate(results):
                 if n in on_host[number]:
                     current[number][n], leaving[place][n] = copies.write(current[number][n], part, result)
-                    written.append(current[number][n])
                 else:
-                    written.append(result)
+                    on_device.append(result)
                     current[number][n] = part.put(current[number][n], result)
                     if in_place:  # otherwise XLA reads the next part from the old array, which it then keeps
                         current[number][n] = lax.optimization_barrier(current[number][n])
     with jax.named_scope(UPDATE_IN_BLOCKS):
         leave(list(leaving))
     return current
+
+
+def _in_flight(moves: Sequence[Move], sizes: Sequence[int]) -> int:
+    """Returns how many bytes may be on their way in each direction.
+
+    Args:
+        moves: the parts, in the order in which they move.
+        sizes: the bytes of each.
+    """
+    known_at = collections.Counter[Place]()
+    for move, size in zip(moves, sizes, strict=True):
+        known_at[move.at] += size
+    return max(_BYTES_IN_FLIGHT, statistics.median_low(known_at.values()) if len(known_at) > 1 else 0)
 
 
 def _bytes(part: Part, arrays: Iterable[jax.Array]) -> int:

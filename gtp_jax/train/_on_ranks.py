@@ -19,17 +19,23 @@ Tree = Any
 
 
 def over_mesh(
-    local: Callable[..., Any], loss: Callable[..., Any], state: TrainState, microbatches: int, out: Any
+    local: Callable[..., Any],
+    loss: Callable[..., Any],
+    state: TrainState,
+    microbatches: int,
+    out: Any,
+    more: tuple[Tree, Tree] = ((), ()),
 ) -> Callable[..., Any]:
     """Returns a function of a batch that calls `local` on each rank's own part of the arrays. Without a mesh, it calls
     `local` once, on the whole arrays.
 
     Args:
-        local: `(params, frozen, scaling, batch, step) -> result`.
+        local: `(params, frozen, scaling, batch, step, more) -> result`.
         loss: the loss that `local` computes.
         state: the state, which holds all arguments of `local` except the batch.
         microbatches: the number of microbatches into which `local` splits its batch.
         out: the partitions of the result, a pytree prefix.
+        more: a pytree of more arrays, and their partitions.
 
     Raises:
         ValueError: if the model has variables that are neither parameters nor frozen. By the function, if the batch
@@ -55,16 +61,16 @@ def over_mesh(
         if parts > 1:
             check_rows(batch)
         if jax.sharding.get_abstract_mesh().empty:
-            return local(state.params, state.frozen, state.scaling, batch, state.step)
+            return local(state.params, state.frozen, state.scaling, batch, state.step, more[0])
         whole = PartitionSpec()
-        into = (model_def.specs, model_def.frozen_specs, whole, _specs_of_batch(batch, roles), whole)
+        into = (model_def.specs, model_def.frozen_specs, whole, _specs_of_batch(batch, roles), whole, more[1])
 
         def in_roles(*args: Any) -> Any:
             with use_roles(roles):
                 return local(*args)
 
         on_mesh = jax.shard_map(in_roles, in_specs=into, out_specs=out, check_vma=False)
-        return on_mesh(state.params, state.frozen, state.scaling, batch, state.step)
+        return on_mesh(state.params, state.frozen, state.scaling, batch, state.step, more[0])
 
     return run
 

@@ -28,7 +28,7 @@ from ._request import Request, View
 from ._rows import check_numbers
 from ._skips import Skips
 from ._state import TrainState, check_state
-from ._update import updated
+from ._update import under_backward, updated
 
 Tree = Any
 
@@ -209,7 +209,13 @@ def train_step(
             check_state(state)
             chosen = own_request._replace(recipe=recipe_of_call(recipe))
             batch = stamped(batch, "at the beginning of a step")
-            computed = gradients(chosen, state, batch)
+            compute = lambda params: gradients(chosen, dataclasses.replace(state, params=params), batch)  # noqa: E731
+            under = None
+            if view == "local" and microbatches == 1:
+                under = under_backward(
+                    state, lambda state: losses(chosen, state, batch), optimizer, **limits, skip=skip, compute=compute
+                )
+            computed = gradients(chosen, state, batch, under)
             after, metrics = updated(
                 state,
                 computed,
@@ -217,7 +223,8 @@ def train_step(
                 **limits,
                 skip=skip,
                 recipe=chosen.recipe,
-                compute=lambda params: gradients(chosen, dataclasses.replace(state, params=params), batch),
+                compute=compute,
+                under=under,
             )
             return after, {**_metrics(computed, state, view, has_aux), **metrics}
 

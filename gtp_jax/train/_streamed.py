@@ -189,12 +189,27 @@ class Update:
         """Returns the partitions of these arrays, without the gradients."""
         return [[group.spec for _ in group.outputs] for group in self._groups]
 
-    def common(self, gradients: Tree, opt_state: Tree, params: Tree, scalars: Tree) -> list[jax.Array]:
-        """Returns the scalars that the parts read. Of arguments that these do not depend on, any value will do."""
-        known = self._apart(jax.tree.leaves((gradients, opt_state, params, scalars)), self._of_common)
-        return evaluated(self._ops_of_common, known, self._common)
+    def read(self, gradients: Tree, opt_state: Tree, params: Tree) -> dict[int, jax.Array]:
+        """Returns the arrays from which the scalars that the parts read are computed, by number of the argument. The
+        other scalars of the update may belong to them too."""
+        leaves = jax.tree.leaves((gradients, opt_state, params))
+        return {number: leaves[number] for number in self._of_common if number < len(leaves)}
 
-    def _apart(self, leaves: Sequence[Any], numbers: Iterable[int]) -> dict[int, Any]:
+    def common(self, read: Mapping[int, jax.Array], scalars: Tree, *, on_rank: bool = False) -> list[jax.Array]:
+        """Returns the scalars that the parts read.
+
+        Args:
+            read: what `read` returned.
+            scalars: the other scalars of the update.
+            on_rank: whether this is called on each rank, not where the update was made.
+        """
+        # A trace belongs to the `shard_map` around it.
+        ops, _ = needed(self._traced(), self._common) if on_rank else (self._ops_of_common, None)
+        own = jax.tree.leaves(scalars)
+        leaves = {**read, **dict(enumerate(own, start=len(self._forms) - len(own)))}
+        return evaluated(ops, self._apart(leaves, self._of_common), self._common)
+
+    def _apart(self, leaves: Any, numbers: Iterable[int]) -> dict[int, Any]:
         """Returns arguments of the update by number, the gradients behind barriers.
 
         A step without offload that may be skipped has its update in a branch, so XLA does not fuse gradients with it.
@@ -251,7 +266,6 @@ class Update:
         each = [self._parts(group, pieces.get(group.path, ())) for group in self._groups]
         moves = sorted(Move(at, number, part) for number, own in enumerate(each) for at, part in own)
         shapes = [list(dict.fromkeys(part.shape for _, part in own)) for own in each]
-        # Traced again, because a trace belongs to the `shard_map` around it.
         traces = [self._traced([own[min(n, len(own) - 1)] for own in shapes]) for n in range(max(map(len, shapes)))]
 
         def new(number: int, part: Part, given: Sequence[Any]) -> list[jax.Array]:
@@ -310,7 +324,7 @@ def streamed(
         specs = update.specs()
         into = ([of_group[:1] for of_group in specs], specs, PartitionSpec(), PartitionSpec())
         run = jax.shard_map(run, in_specs=into, out_specs=specs, check_vma=False)
-    return update.finished(*given, run(*own, update.common(*given), skipped), skipped)
+    return update.finished(*given, run(*own, update.common(update.read(*given[:3]), scalars), skipped), skipped)
 
 
 def _groups(given: tuple[Tree, Tree, Tree, Tree], specs: Tree) -> list[_Group]:

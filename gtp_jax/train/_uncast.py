@@ -58,14 +58,21 @@ def traced_uncast(
         `uncast(function)` for arguments of these shapes and dtypes; and the shapes and dtypes of what `function`
         returns.
     """
+    closed, shapes = trace_uncast(function, *args, examine=examine)
+    structure, narrow = jax.tree.structure(shapes), core.jaxpr_as_fun(closed)
+    return lambda *args: jax.tree.unflatten(structure, narrow(*jax.tree.leaves(args))), shapes
+
+
+def trace_uncast(
+    function: Callable[..., tuple[Tree, Tree]], *args: Any, examine: Examine | None = None
+) -> tuple[Any, Any]:
+    """Returns the closed jaxpr of `uncast(function)`, and the shapes and dtypes of what `function` returns. The
+    arguments are those of `traced_uncast`."""
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
     if examine is not None:
         examine(closed, numbered(args), numbered(shapes))
-    structure = jax.tree.structure(shapes)
     first = jax.tree.structure(shapes[0]).num_leaves
-    jaxpr = _uncast(closed.jaxpr, range(first))
-    narrow = core.jaxpr_as_fun(closed.replace(jaxpr=jaxpr))
-    return lambda *args: jax.tree.unflatten(structure, narrow(*jax.tree.leaves(args))), shapes
+    return closed.replace(jaxpr=_uncast(closed.jaxpr, range(first))), shapes
 
 
 def _uncast(jaxpr: core.Jaxpr, chosen: Iterable[int]) -> core.Jaxpr:

@@ -18,14 +18,15 @@ from ..mesh import Path, with_paths
 from ..nn import UpdateRule
 from ..ops import MOST
 from ..recipes import Recipe
-from ._gradients import Computed, mean_gradients
+from ._gradients import Computed, in_dtypes_of
 from ._host_memory import device_shapes
 from ._loss import mean
 from ._optimizer import of_model
 from ._scaling import amaxes_of_step, updated_scaling
 from ._state import TrainState, check_optimizer_keeps_forms, constrained, of_optimizer, state_specs
 from ._state_form import check_form_kept
-from ._streamed import streamed, streams
+from ._streamed import Update, streamed, streams
+from ._under_backward import UnderBackward
 
 Tree = Any
 
@@ -47,6 +48,7 @@ def updated(
     skip: jax.Array | None = None,
     recipe: Recipe | None = None,
     compute: Callable[[Tree], Computed] | None = None,
+    under: UnderBackward | None = None,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """Applies an optimizer to gradients.
 
@@ -68,6 +70,7 @@ def updated(
         recipe: the recipe with which `computed` was computed.
         compute: a function that returns the loss and the gradients of the batch at other parameters, for an optimizer
             with a line search; `None` if the loss cannot be evaluated again.
+        under: the part of this update that `computed` holds already.
 
     Raises:
         ValueError: if the optimizer state is of another optimizer, or the update changes the shapes or dtypes in that
@@ -83,30 +86,13 @@ def updated(
     """
     rules = state.model_def.update_rules
     ruled = {path: mean(g, computed.tokens) for path, g in with_paths(computed.gradients) if path in rules}
-    norm = stamped(optax.tree.norm(_means(state.params, computed, rules)), "in the update")
-    finite = jnp.isfinite(mean(computed.total, computed.tokens))
-    finite = finite if skip_nonfinite == "loss" else finite & jnp.isfinite(norm)
-    skipped = ~finite if skip_nonfinite else jnp.zeros((), jnp.bool)
-    skipped = skipped if skip is None else skipped | skip
+    norm = stamped(optax.tree.norm(_means(state.params, computed.gradients, computed.tokens, rules)), "in the update")
+    skipped = _skipped(computed.total, computed.tokens, skip, norm if skip_nonfinite is True else None, skip_nonfinite)
     specs = state_specs(state.model_def, optimizer, device_shapes(state.params), state.scaling)
     model = state.model()
     amaxes = amaxes_of_step(model, recipe, computed.amaxes)
 
-    def update(found: Tree, opt_state: Tree, params: Tree, scalars: Tree) -> tuple[Tree, Tree]:
-        tokens, scale, loss, ruled = scalars
-        # The means are computed here, inside the branch, so that XLA fuses them with the update as it does without a
-        # branch. The results of both programs are then the same bit for bit.
-        grads = _means(params, computed._replace(gradients=found, tokens=tokens), rules)
-        if scale is not None:
-            grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
-        value_fn = _value_fn(compute, rules, clipped=max_grad_norm is not None)
-        with of_optimizer(state.model_def, opt_state, params, optimizer):
-            own = of_model(optimizer, state.model_def).update
-            updates, after = own(grads, opt_state, params, value=loss, grad=grads, value_fn=value_fn)
-        check_optimizer_keeps_forms(opt_state, after)
-        moved = {path: rules[path].moved(leaf, ruled[path]) for path, leaf in with_paths(params) if path in rules}
-        return after, _with(optax.apply_updates(params, updates), moved)
-
+    update = _function(state, optimizer, rules, compute, clipped=max_grad_norm is not None)
     branches = skip_nonfinite or skip is not None
     away = streams(state.params, state.opt_state)
 
@@ -118,8 +104,12 @@ def updated(
         given = computed.gradients, state.opt_state, state.params, scalars
         if away:
             keep = skipped if branches else None
-            waits = skip_nonfinite is True or max_grad_norm is not None
-            opt_state, params = streamed(update, *given, state.model_def.specs, computed.pieces, keep, waits=waits)
+            if under is not None and computed.moved is not None:
+                wide = in_dtypes_of(state.params, computed.gradients)
+                opt_state, params = under.update.finished(wide, *given[1:], computed.moved, keep)
+            else:
+                waits = skip_nonfinite is True or max_grad_norm is not None
+                opt_state, params = streamed(update, *given, state.model_def.specs, computed.pieces, keep, waits=waits)
         else:
             opt_state, params = update(*given)
         scaling = updated_scaling(state.scaling, model, recipe, amaxes)
@@ -142,6 +132,86 @@ def updated(
     metrics = {"grad_norm": norm, "skipped": skipped, **_metrics(rules, ruled)}
     # The state is constrained so that its partition never changes, and a step can donate its memory.
     return constrained(after, specs), metrics
+
+
+def under_backward(
+    state: TrainState,
+    loss: Callable[[TrainState], Computed],
+    optimizer: optax.GradientTransformation,
+    *,
+    max_grad_norm: float | None,
+    skip_nonfinite: bool | Literal["loss"],
+    skip: jax.Array | None = None,
+    compute: Callable[[Tree], Computed] | None = None,
+) -> UnderBackward | None:
+    """Returns the part of an update that can be computed under backward: that of arrays on the host, if it depends on
+    no other gradient. The arguments are those of `updated`, and a function that computes the loss of the batch.
+
+    Returns:
+        That part; `None` if there is none.
+    """
+    rules = state.model_def.update_rules
+    waits = skip_nonfinite is True or max_grad_norm is not None
+    if waits or rules or not streams(state.params, state.opt_state):
+        return None
+    scalars = lambda total, tokens: (tokens, None, mean(total, tokens), {})  # noqa: E731
+    skips = skip_nonfinite or skip is not None
+    function = _function(state, optimizer, rules, compute, clipped=False)
+    forms = jax.eval_shape(lambda state: scalars(*loss(state)[:2]), state)
+    given = (device_shapes(state.params), state.opt_state, state.params)
+    update = Update(function, *given, forms, state.model_def.specs, skips=bool(skips))
+    if not update.of_scalars:
+        return None
+    skipped = lambda total, tokens, skip: _skipped(total, tokens, skip, None, skip_nonfinite)  # noqa: E731
+    own = update.arrays(*given)[1]
+    return UnderBackward(update, own, update.read(*given), scalars, skipped if skips else None, skip)
+
+
+def _skipped(
+    total: jax.Array,
+    tokens: jax.Array | None,
+    skip: jax.Array | None,
+    norm: jax.Array | None,
+    skip_nonfinite: bool | Literal["loss"],
+) -> jax.Array:
+    """Returns whether to skip an update, as a bool scalar. The arguments are those of `updated`, and the norm of the
+    gradients if it must be finite."""
+    finite = jnp.isfinite(mean(total, tokens))
+    finite = finite if norm is None else finite & jnp.isfinite(norm)
+    skipped = ~finite if skip_nonfinite else jnp.zeros((), jnp.bool)
+    return skipped if skip is None else skipped | skip
+
+
+def _function(
+    state: TrainState,
+    optimizer: optax.GradientTransformation,
+    rules: Mapping[Path, UpdateRule],
+    compute: Callable[[Tree], Computed] | None,
+    *,
+    clipped: bool,
+) -> Callable[[Tree, Tree, Tree, Tree], tuple[Tree, Tree]]:
+    """Returns a function `(gradients, opt_state, params, scalars) -> (opt_state, params)` that applies an optimizer.
+
+    Its scalars are the number of tokens, the factor of clipping or `None`, the loss, and the gradients of `rules`. The
+    arguments are those of `updated`; `clipped` says whether the step clips gradients.
+    """
+
+    def update(found: Tree, opt_state: Tree, params: Tree, scalars: Tree) -> tuple[Tree, Tree]:
+        tokens, scale, loss, ruled = scalars
+        # The means are computed here, inside the branch, so that XLA fuses them with the update as it does without a
+        # branch. The results of both programs are then the same bit for bit.
+        grads = _means(params, found, tokens, rules)
+        if scale is not None:
+            grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
+        value_fn = _value_fn(compute, rules, clipped=clipped)
+        with of_optimizer(state.model_def, opt_state, params, optimizer):
+            own = of_model(optimizer, state.model_def).update
+            updates, after = own(grads, opt_state, params, value=loss, grad=grads, value_fn=value_fn)
+        check_optimizer_keeps_forms(opt_state, after)
+        moved = {path: rules[path].moved(leaf, ruled[path]) for path, leaf in with_paths(params) if path in rules}
+        return after, _with(optax.apply_updates(params, updates), moved)
+
+    return update
 
 
 def check_update(state: TrainState, optimizer: optax.GradientTransformation) -> None:
@@ -185,7 +255,7 @@ def _value_fn(
                 "gradients of the loss itself, but `max_grad_norm` scales them. Pass `max_grad_norm=None`."
             )
         computed = compute(params)
-        return mean(computed.total, computed.tokens), _means(params, computed, rules)
+        return mean(computed.total, computed.tokens), _means(params, computed.gradients, computed.tokens, rules)
 
     @jax.custom_vjp
     def value(params: Tree) -> jax.Array:
@@ -195,9 +265,9 @@ def _value_fn(
     return value
 
 
-def _means(params: Tree, computed: Computed, rules: Mapping[Path, UpdateRule]) -> Tree:
+def _means(params: Tree, found: Tree, tokens: jax.Array | None, rules: Mapping[Path, UpdateRule]) -> Tree:
     """Returns the gradients of the mean loss, with 0 for parameters that have update rules."""
-    means = mean_gradients(params, computed)
+    means = jax.tree.map(lambda g: mean(g, tokens), in_dtypes_of(params, found))
     return _with(means, {path: jnp.zeros_like(leaf) for path, leaf in with_paths(means) if path in rules})
 
 
