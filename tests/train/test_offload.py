@@ -25,6 +25,7 @@ from gtp_jax.nn import Dense, abstract_model
 from gtp_jax.ops import Part
 from gtp_jax.optimizers import low_precision
 from gtp_jax.train import _streamed, compile_options, loss_and_gradients
+from gtp_jax.train._evaluation import Evaluation
 from gtp_jax.train._gradients import Computed
 from gtp_jax.train._known_at import Piece, pieces_of_all
 from gtp_jax.train._update import updated
@@ -48,6 +49,10 @@ class Model(nnx.Module):
 
 def loss(model, batch):
     return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+
+def sum_of_squares(model, x):
+    return jnp.sum(model(x) ** 2), jnp.float32(len(x))
 
 
 def batch_of(seed: int, scale: float = 1.0):
@@ -142,6 +147,35 @@ def test_updates_of_equal_gradients_are_the_same_bit_for_bit(monkeypatch, where)
             found.append(jax.jit(update, donate_argnums=0, compiler_options=options)(state, computed)[0])
     assert_same(*found)
     assert kinds(found[1].opt_state) == {"pinned_host"}
+
+
+def test_updates_under_backward_are_the_same_bit_for_bit(monkeypatch):
+    # As above. Several parts of each array leave at once, and arrive before those of the layer before have left.
+    monkeypatch.setattr("gtp_jax.train._streamed._BYTES_PER_PART", 20_000)
+    monkeypatch.setattr("gtp_jax.train._moved._BYTES_IN_FLIGHT", 80_000)
+    optimizer, rows = optax.adamw(optax.linear_schedule(1e-2, 1e-3, 5)), batch_of(0)["x"][:, :128]
+    found = []
+    with jax.set_mesh(gtp.make_mesh(dp=2, gtp=4)):
+        step = gtp.train_step(
+            sum_of_squares,
+            optimizer,
+            view="local",
+            skip_nonfinite="loss",
+            compiler_options={"xla_disable_hlo_passes": "fusion"},
+        )
+        for where in WHERE[::2]:
+            model = gtp.init(
+                lambda rngs: gtp.Stack(lambda rngs: gtp.MLP(128, 256, rngs=rngs), 3, rngs=rngs), nnx.Rngs(0)
+            )
+            state = gtp.TrainState.create(model, optimizer, offload=where)
+            for scale in (1.0, np.inf, 0.5):
+                state, metrics = step(state, rows * scale)
+                assert bool(metrics["skipped"]) == (scale == np.inf)
+            found.append((state, metrics))
+    assert_close(*found)
+    moved = [pair for pair in zip(*map(jax.tree.leaves, found), strict=True) if is_on_host(pair[1])]
+    assert len(moved) == 3 * 3
+    assert_same(*zip(*moved, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -262,20 +296,23 @@ def test_compiled_for_8_h200s_the_state_stays_on_the_host_and_changes_in_place(w
     }
 
 
-def steps_of_layers(skip_nonfinite, where):
-    """Returns the kinds of launches of a step over six layers, compiled for an H200, in order."""
+def steps_of_layers(skip_nonfinite, where, view="global"):
+    """Returns the kinds of launches of a step over six layers, compiled for an H200, in order. No array on the host is
+    copied."""
     mesh = gtp.make_mesh(gtp=1, devices=hlo.topology_devices(hlo.parse_target("h200:1")))
     with jax.set_mesh(mesh):
         model = abstract_model(lambda rngs: gtp.Stack(lambda rngs: gtp.MLP(1024, 4096, rngs=rngs), 6, rngs=rngs))
         state = gtp.TrainState.create(model, optax.adamw(1e-3), offload=where)
         options = {**hlo.COMPILE_OPTIONS, **compile_options("gpu", copies=True)}
         step: Any = gtp.train_step(
-            lambda model, x: jnp.mean(model(x) ** 2),
+            sum_of_squares if view == "local" else lambda model, x: jnp.mean(model(x) ** 2),
             optax.adamw(1e-3),
+            view=view,
             skip_nonfinite=skip_nonfinite,
             compiler_options=options,
         )
         text = step.lower(state, jax.ShapeDtypeStruct((8, 128, 1024), jnp.bfloat16)).compile().as_text()
+    assert not re.findall(r"S\(5\)\} copy\(", text)
     return re.findall(r'custom_call_target="(gtp_\w+|__cublas\$lt\$matmul)"', text[text.index("ENTRY") :])
 
 
@@ -323,6 +360,48 @@ def test_compiled_for_an_h200_no_copy_is_left_unwaited_for():
             assert operands[0] in by["gtp_read"]
         elif target != "gtp_leave":  # the second step reads what has left
             assert target == "gtp_write" or operands[0] not in by["gtp_write"]
+
+
+@pytest.mark.slow
+@needs_target
+@pytest.mark.parametrize("where", WHERE[1:])
+def test_in_local_view_the_update_of_a_layer_comes_before_the_backward_of_the_next_but_one(where, monkeypatch):
+    monkeypatch.setattr("gtp_jax.train._streamed._BYTES_PER_PART", 4 << 20)  # 3 to 4 parts of each array of a layer
+    order = steps_of_layers("loss", where, "local")
+    assert order.count("gtp_write") == order.count("gtp_leave")
+    writes = [n for n, kind in enumerate(order) if kind == "gtp_write"]
+    per_layer = len(writes) // 6
+    for layer in range(4):  # of five or six matmuls each in backward, at most two layers come before
+        assert order[: writes[(layer + 1) * per_layer - 1]].count("__cublas$lt$matmul") <= 6 * 3 + (layer + 2) * 6
+    assert "__cublas$lt$matmul" not in order[writes[-per_layer] :]
+
+
+def test_a_trace_is_evaluated_in_steps_and_what_follows_waits_for_what_came_between():
+    def function(x, y):
+        first = jnp.sin(x) @ y
+        second = jnp.cos(first) @ y
+        both = jnp.concatenate([second[None], first[None].astype(jnp.float32)])
+        return both.astype(jnp.bfloat16), jnp.sum(second), y, 2.0
+
+    args = [jax.random.normal(jax.random.key(seed), (4, 4)) for seed in (1, 2)]
+    closed = jax.make_jaxpr(function)(*args)
+
+    def in_steps(*args):
+        evaluation = Evaluation(closed, args)
+        late, early = evaluation.slabs(evaluation.outvars[0])
+        assert late.at > early.at >= 0 and (late.shape, early.shape) == ((1, 4, 4),) * 2
+        evaluation.until(early.at)
+        found = early.value()
+        evaluation.before_rest([found * 2])
+        return found, late.value(), evaluation.results()
+
+    early, late, results = jax.jit(in_steps)(*args)
+    assert_same(results, jax.tree.leaves(function(*args)))
+    assert_same((late, early), (results[0][:1], results[0][1:]))
+    equations = list(jax.make_jaxpr(in_steps)(*args).jaxpr.eqns)
+    barrier = next(n for n, eqn in enumerate(equations) if eqn.primitive.name == "optimization_barrier")
+    names = [eqn.primitive.name for eqn in equations]
+    assert names.index("sin") < barrier < names.index("cos") and names.count("sin") == names.count("cos") == 1
 
 
 @pytest.mark.slow
