@@ -100,11 +100,12 @@ class Evaluation:
             if name == "psum" and degrees(eqn.params["axes"]) == 1:
                 return self.slabs(operand)
             if name == "convert_element_type":
-                cast = lambda slab: lax.convert_element_type(slab.value(), out.aval.dtype)  # noqa: E731
+                cast = lambda slab: lax.convert_element_type(slab.value(), eqn.params["new_dtype"])  # noqa: E731
                 return [slab._replace(value=lambda slab=slab: cast(slab)) for slab in self.slabs(operand)]
         if eqn is not None and eqn.primitive.name == "concatenate" and eqn.params["dimension"] == 0:
             return [Slab(v.aval.shape, self._at(v), lambda v=v: self.value(v)) for v in eqn.invars]
-        return [Slab(out.aval.shape, self._at(out), lambda: self.value(out))]
+        form: Any = out.aval
+        return [Slab(form.shape, self._at(out), lambda: self.value(out))]
 
     def _at(self, var: Any) -> int:
         """Returns the number of the equation that computes a value, apart from moves of its elements. A barrier
