@@ -34,7 +34,7 @@ ffi::Error arrive_cuda(cuda::Stream stream, ffi::AnyBuffer part, ffi::RemainingA
 
 // array: on the host; it is the result too. part: replaces the bytes from `offset` on.
 ffi::Error write_cuda(cuda::Stream stream, int64_t offset, ffi::AnyBuffer array, ffi::AnyBuffer part,
-                      ffi::Result<ffi::AnyBuffer> result) {
+                      ffi::RemainingArgs, ffi::Result<ffi::AnyBuffer> result) {
   GTP_CHECK(check_part("the argument", part, array, offset));
   if (array.untyped_data() != result->untyped_data()) return invalid("the result must be the buffer of the argument");
   char* to = static_cast<char*>(array.untyped_data()) + offset;
@@ -61,7 +61,8 @@ GTP_DEFINE_COPY_HANDLER(
     .Attr<int64_t>("offset").Arg<ffi::AnyBuffer>().RemainingArgs().Ret<ffi::AnyBuffer>());
 GTP_DEFINE_COPY_HANDLER(arrive, .Arg<ffi::AnyBuffer>().RemainingArgs().Ret<ffi::AnyBuffer>());
 GTP_DEFINE_COPY_HANDLER(
-    write, .Attr<int64_t>("offset").Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>());
+    write,
+    .Attr<int64_t>("offset").Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().RemainingArgs().Ret<ffi::AnyBuffer>());
 GTP_DEFINE_COPY_HANDLER(
     leave,
     .Attr<int64_t>("offset").Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().RemainingArgs().Ret<ffi::AnyBuffer>());

@@ -35,10 +35,10 @@ def arrive(part: jax.Array, after: Sequence[jax.Array]) -> jax.Array:
     return _call("gtp_arrive", part, part, *after, effect=True)
 
 
-def write(array: jax.Array, part: jax.Array, first: int) -> jax.Array:
+def write(array: jax.Array, part: jax.Array, first: int, after: Sequence[jax.Array]) -> jax.Array:
     """Starts to replace a part of an array on the host, in place, and returns the array. The arguments are those of
     `read`, and the new part. Call `leave` next."""
-    return _call("gtp_write", array, array, part, offset=_bytes(array, first))
+    return _call("gtp_write", array, array, part, *after, offset=_bytes(array, first))
 
 
 def leave(array: jax.Array, part: jax.Array, first: int, after: Sequence[jax.Array]) -> jax.Array:

@@ -76,11 +76,14 @@ class HostCopies:
         """Waits for what `read` started, and returns it."""
         return native.arrive(read, after) if self._started else read
 
-    def write(self, array: jax.Array, part: Part, new: jax.Array) -> tuple[jax.Array, Leaving]:
-        """Starts to replace a part of an array on the host, in place. Only `leave` may read the array next."""
+    def write(
+        self, array: jax.Array, part: Part, new: jax.Array, after: Sequence[jax.Array]
+    ) -> tuple[jax.Array, Leaving]:
+        """Starts to replace a part of an array on the host, in place. Until `leave` has returned the array, nothing may
+        read this part. A copy of the old part to the device must have arrived before."""
         leaving = Leaving(new, part.first * array.shape[-1])
         if self._started:
-            return native.write(array, *leaving), leaving
+            return native.write(array, *leaving, after), leaving
         return part.put(array, jax.device_put(new, jax.memory.Space.Host)), leaving
 
     def leave(self, array: jax.Array, leaving: Leaving, after: Sequence[jax.Array]) -> jax.Array:

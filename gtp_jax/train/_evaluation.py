@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
+from ..hook import is_reference
 from ..mesh import degrees
 from ._block_update import applied
 from ._known_at import MOVES
@@ -44,6 +45,8 @@ class Evaluation:
         self._last_use = {
             v: n for n, eqn in enumerate(self._eqns) for v in eqn.invars if not isinstance(v, core.Literal)
         }
+        # whether an equation must come after those before it, although it does not read their results
+        self._in_order = any(map(_has_order, self._eqns))
         self._next = 0  # the number of the first equation that has not been reached
         self._fresh: list[Any] = []  # the variables of the equations since the last `before_rest`
         self.outvars: list[Any] = closed.jaxpr.outvars
@@ -59,6 +62,8 @@ class Evaluation:
                 continue
             numbers.add(self._made_by[one])
             wanted += self._eqns[self._made_by[one]].invars
+        if self._in_order and numbers:
+            self.until(max(numbers))
         for number in sorted(numbers):
             self._evaluate(number)
         return self._known[var]
@@ -74,7 +79,7 @@ class Evaluation:
         """Returns its arguments. What later equations read of those that `until` has evaluated since the last call
         comes after these values."""
         waiting = [v for v in self._fresh if self._last_use.get(v, -1) >= self._next]
-        waiting = [v for v in waiting if jnp.issubdtype(v.aval.dtype, jnp.floating)]
+        waiting = [v for v in waiting if not is_reference(v) and jnp.issubdtype(v.aval.dtype, jnp.floating)]
         self._fresh = []
         if waiting:
             after, values = lax.optimization_barrier(([self._known[v] for v in waiting], values))
@@ -126,3 +131,9 @@ class Evaluation:
         operands = [v.val if isinstance(v, core.Literal) else self._known[v] for v in eqn.invars]
         self._known |= zip(eqn.outvars, applied(eqn, operands), strict=True)
         return True
+
+
+def _has_order(eqn: Any) -> bool:
+    """Returns whether an equation reads or writes a reference, or has a side effect whose order matters."""
+    ordered = any("Ordered" in type(effect).__name__ for effect in eqn.effects)
+    return ordered or any(is_reference(v) for v in (*eqn.invars, *eqn.outvars))

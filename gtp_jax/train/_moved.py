@@ -23,8 +23,8 @@ from ..mesh import UPDATE_IN_BLOCKS, is_on_host
 from ..ops import HostCopies, Leaving, Part
 from ._known_at import Place
 
-# Bytes that have begun to arrive before the part that is updated, and the same to leave. They are at least as many as
-# the parts have whose gradients are known at once, such as those of a layer, which then move under the next layer.
+# Bytes that have begun to arrive before the part that is updated, and the same to leave. Where the gradients of a layer
+# are known at once, the limit is at least the bytes of a layer, which then move under the backward of the next.
 _BYTES_IN_FLIGHT = 1 << 30
 
 
@@ -43,7 +43,7 @@ class Move(NamedTuple):
 
 
 class Gradients(Protocol):
-    """What knows the gradients of the parts."""
+    """The gradients of parts, which may be computed when they are asked for."""
 
     def of(self, moves: Sequence[Move], place: int) -> tuple[jax.Array, list[jax.Array]]:
         """Returns the gradient of a part, and what must come before the part is updated."""
@@ -83,6 +83,7 @@ def moved(
     gradients: Gradients,
     arrays: Sequence[Sequence[jax.Array]],
     reading: Sequence[set[int]],
+    unrelated: Sequence[set[int]],
     *,
     in_place: bool,
 ) -> list[list[jax.Array]]:
@@ -92,9 +93,10 @@ def moved(
         new: `(number, part, arrays)` returns a part of the arrays of a parameter after their update. Its arrays are
             that part of the gradient and of those before, or `None` for one that the update does not read.
         moves: the parts, in the order in which they move.
-        gradients: what knows their gradients.
+        gradients: their gradients.
         arrays: for each parameter, the arrays that the update replaces.
         reading: for each parameter, the numbers of those of its arrays that the update reads.
+        unrelated: of these, the numbers of those whose new values do not depend on their old ones.
         in_place: whether the parts on the device are replaced one by one, because nothing else reads the arrays.
     """
     copies = HostCopies()
@@ -106,7 +108,7 @@ def moved(
     reads: list[dict[int, jax.Array]] = []  # for each part that has begun to arrive, what arrives, by number
     leaving: dict[int, dict[int, Leaving]] = {}  # for each part that has begun to leave, by number of the array
     left: list[jax.Array] = []  # what comes after the last parts that have left
-    updated: list[jax.Array] = []  # an array of the last part
+    updated: list[jax.Array] = []  # the arrays of the last part
     on_device: list[jax.Array] = []  # what of the last part stays on the device
 
     def leave(places: Iterable[int]) -> list[jax.Array]:
@@ -138,11 +140,13 @@ def moved(
                 own[n] = copies.arrive(read, after)
             results = new(number, part, [lax.optimization_barrier(gradient), *own])
             results = gradients.updated(moves, place, results)
-            updated, on_device = results[:1], []
+            updated, on_device = results, []
             leaving[place] = {}
             for n, result in enumerate(results):
                 if n in on_host[number]:
-                    current[number][n], leaving[place][n] = copies.write(current[number][n], part, result)
+                    old = own[n] if n in unrelated[number] else None
+                    arrived = [] if old is None else [first_of(old)]
+                    current[number][n], leaving[place][n] = copies.write(current[number][n], part, result, arrived)
                 else:
                     on_device.append(result)
                     current[number][n] = part.put(current[number][n], result)

@@ -151,6 +151,10 @@ class Update:
             {n for n, number in enumerate(group.inputs[1:]) if skips or number in numbers}
             for group, numbers in zip(self._groups, read_by, strict=True)
         ]
+        self._unrelated = [
+            set() if skips else {n for n in reading if group.inputs[n + 1] not in self._read_by(group.outputs[n])}
+            for group, reading in zip(self._groups, self._reading, strict=True)
+        ]
         self._common = sorted({number for numbers in read_by for number in numbers} - blocks.keys())
         _, arguments = needed(whole, [*self._common, *_of(whole, self._rest)], effects=True)
         for number in arguments:
@@ -175,6 +179,10 @@ class Update:
             return result
 
         return traced(kept, *jax.tree.unflatten(self._structure, changed))
+
+    def _read_by(self, output: int) -> list[int]:
+        """Returns the numbers of the values that an output in blocks is computed from."""
+        return needed(self._whole, _of(self._whole, [output]), self._blocks.__contains__)[1]
 
     def _parts(self, group: _Group, pieces: Sequence[Piece] = ()) -> list[tuple[Place, Part]]:
         return group.parts(pieces, max(self._forms[number].dtype.itemsize for number in group.inputs))
@@ -210,7 +218,7 @@ class Update:
         return evaluated(ops, self._apart(leaves, self._of_common), self._common)
 
     def _apart(self, leaves: Any, numbers: Iterable[int]) -> dict[int, Any]:
-        """Returns arguments of the update by number, the gradients behind barriers.
+        """Returns arguments of the update by number; gradients pass through barriers.
 
         A step without offload that may be skipped has its update in a branch, so XLA does not fuse gradients with it.
         The barriers here and in `moved` do the same, and the results are the same bit for bit.
@@ -256,7 +264,7 @@ class Update:
         """Returns the arrays that are updated in parts, of each parameter. Runs on each rank.
 
         Args:
-            gradients: what knows the gradients.
+            gradients: the gradients of parts.
             pieces: the pieces of the gradients, by path of the parameter, and when each is known.
             arrays: the rank's parts of the arrays.
             common: the scalars that the parts read.
@@ -279,7 +287,7 @@ class Update:
                 return after
             return [lax.select(skipped, *pair) for pair in zip(given[1:], after, strict=True)]
 
-        return moved(new, moves, gradients, arrays, self._reading, in_place=in_place)
+        return moved(new, moves, gradients, arrays, self._reading, self._unrelated, in_place=in_place)
 
 
 def streamed(

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax import lax
 from jax.sharding import PartitionSpec
 
 from ..mesh import Path
@@ -48,7 +49,7 @@ class UnderBackward(NamedTuple):
 
     @property
     def inputs(self) -> Tree:
-        """What a rank needs, as a pytree of arrays."""
+        """The arrays that a rank needs, as a pytree."""
         return self.arrays, self.read, self.skip
 
     @property
@@ -76,10 +77,11 @@ class UnderBackward(NamedTuple):
             for path, own in zip(self.update.paths, slabs, strict=True)
         }
         return self.update.run(
-            _Gradients(evaluation, slabs),
+            _Gradients(evaluation, slabs, known[0]),
             pieces,
             arrays,
-            self.update.common(read, self.scalars(*known), on_rank=True),
+            # Otherwise XLA may fold constants among them into the update, and it would round differently.
+            lax.optimization_barrier(self.update.common(read, self.scalars(*known), on_rank=True)),
             None if self.skipped is None else self.skipped(*known, skip),
             in_place=False,
         )
@@ -92,10 +94,12 @@ class _Gradients:
     Attributes:
         evaluation: the evaluation.
         slabs: for each parameter, the slabs of its gradient.
+        total: the loss, which depends on what forward reads of parameters whose gradients are constants.
     """
 
     evaluation: Evaluation
     slabs: Sequence[Sequence[Slab]]
+    total: jax.Array
 
     def of(self, moves: Sequence[Move], place: int) -> tuple[jax.Array, list[jax.Array]]:
         (at,), number, part = moves[place]
@@ -105,7 +109,7 @@ class _Gradients:
         n = bisect.bisect_right(ends, part.first)
         own = part._replace(first=part.first - ends[n] + rows[n])
         gradient = own.of(self.slabs[number][n].value())
-        return gradient, [first_of(gradient)]
+        return gradient, [first_of(gradient), *([first_of(self.total)] if at < 0 else [])]
 
     def updated(self, moves: Sequence[Move], place: int, results: list[jax.Array]) -> list[jax.Array]:
         if place + 1 < len(moves) and moves[place + 1].at == moves[place].at:

@@ -404,6 +404,31 @@ def test_a_trace_is_evaluated_in_steps_and_what_follows_waits_for_what_came_betw
     assert names.index("sin") < barrier < names.index("cos") and names.count("sin") == names.count("cos") == 1
 
 
+def test_a_trace_with_references_is_evaluated_in_its_order():
+    def function(x):
+        kept, total = jax.new_ref(jnp.zeros(())), (x**2).sum()
+        kept[...] = total
+        return total * (1 + kept[...])
+
+    x = jnp.ones(3)
+    closed = jax.make_jaxpr(function)(x)
+    assert jax.jit(lambda x: (own := Evaluation(closed, [x])).value(own.outvars[0]))(x) == function(x) == 12
+
+
+@pytest.mark.slow
+@needs_target
+def test_compiled_for_an_h200_a_part_is_written_after_its_old_value_has_arrived():
+    optimizer = optax.optimistic_gradient_descent(1e-3)  # keeps the last gradients, and reads those before
+    mesh = gtp.make_mesh(gtp=1, devices=hlo.topology_devices(hlo.parse_target("h200:1")))
+    with jax.set_mesh(mesh):
+        state = state_of(optimizer, "optimizer")
+        like = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, batch_of(0)))
+        for checked, operands in ((False, 3), ("loss", 2)):
+            step = gtp.train_step(loss, optimizer, skip_nonfinite=checked)
+            calls = calls_of(lambda state, batch, step=step: step(state, batch)[0], state, like)
+            assert [len(own) for target, _, own in calls if target == "gtp_write"] == [operands] * 2
+
+
 @pytest.mark.slow
 @needs_target
 def test_updates_run_under_backward_unless_they_wait_for_all_gradients():
