@@ -93,9 +93,24 @@ MUTANTS = (
     ),
     Mutant(
         "a NaN gradient is applied if the loss is finite",
-        'finite if skip_nonfinite == "loss" else finite & jnp.isfinite(norm)',
+        "finite if norm is None else finite & jnp.isfinite(norm)",
         "finite",
         ("tests/train/test_nonfinite_step.py::test_a_flagged_step_changes_nothing_and_the_next_goes_on_from_there",),
+    ),
+    Mutant(
+        "backward does not wait for an update",
+        "self._known |= zip(waiting, after, strict=True)",
+        "pass",
+        (
+            "tests/train/test_offload.py::"
+            "test_a_trace_is_evaluated_in_steps_and_what_follows_waits_for_what_came_between",
+        ),
+    ),
+    Mutant(
+        "a reference is read before it is written",
+        "if self._in_order and numbers:",
+        "if False:",
+        ("tests/train/test_offload.py::test_a_trace_with_references_is_evaluated_in_its_order",),
     ),
     Mutant(
         "a skipped step updates what is on the host",
@@ -141,8 +156,8 @@ MUTANTS = (
     ),
     Mutant(
         "a step that the caller skips is made",
-        "skipped = skipped if skip is None else skipped | skip",
-        "skipped = skipped",
+        "return skipped if skip is None else skipped | skip",
+        "return skipped",
         ("tests/train/test_nonfinite_step.py::test_a_flagged_step_changes_nothing_and_the_next_goes_on_from_there",),
     ),
     Mutant(
