@@ -402,6 +402,7 @@ def test_a_trace_is_evaluated_in_steps_and_what_follows_waits_for_what_came_betw
     barrier = next(n for n, eqn in enumerate(equations) if eqn.primitive.name == "optimization_barrier")
     names = [eqn.primitive.name for eqn in equations]
     assert names.index("sin") < barrier < names.index("cos") and names.count("sin") == names.count("cos") == 1
+    assert equations[names.index("cos")].invars[0] in equations[barrier].outvars
 
 
 def test_a_trace_with_references_is_evaluated_in_its_order():
